@@ -1,7 +1,6 @@
 // Plain calls on a GPU by prepared launches.
 #include "eager/gpu_calls.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/copysign.h>
 #include <ATen/ops/eq.h>
@@ -12,7 +11,7 @@
 #include <ATen/ops/logical_or.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/neg.h>
-#include <ATen/ops/ones_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/sub.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
@@ -24,13 +23,6 @@
 
 namespace khot::gpu {
 namespace {
-
-// A new tensor like x. The way through torch's dispatcher takes longer than the allocation.
-Tensor empty(at::IntArrayRef sizes, const Tensor& x, at::ScalarType dtype) {
-  const auto key = c10::computeDispatchKey(dtype, c10::kStrided, x.device());
-  return at::detail::empty_generic(sizes, c10::GetAllocator(x.device().type()), c10::DispatchKeySet(key),
-                                   dtype, std::nullopt);
-}
 
 // Start one of the launches, whose results lie at these addresses.
 bool start(const Step& step, c10::Device device, c10::ArrayRef<const void*> inputs,
@@ -65,10 +57,12 @@ bool start(const Step& step, c10::Device device, c10::ArrayRef<const void*> inpu
 Results run(const Prepared& prepared, const Tensor& x, c10::ArrayRef<const void*> inputs,
             c10::ArrayRef<const Number*> numbers) {
   Results results;
-  results.first = empty(prepared.whole ? x.sizes() : x.sizes().slice(0, x.dim() - 1), x, prepared.dtype);
+  results.first =
+      empty(prepared.whole ? x.sizes() : x.sizes().slice(0, x.dim() - 1), x.device(), prepared.dtype);
   c10::SmallVector<void*, 6> addresses{results.first.mutable_data_ptr()};
-  if (prepared.kept_bytes > 0) results.kept = empty({prepared.kept_bytes / 8}, x, at::kDouble);
-  if (prepared.scratch_bytes > 0) results.scratch = empty({prepared.scratch_bytes / 8}, x, at::kDouble);
+  if (prepared.kept_bytes > 0) results.kept = empty({prepared.kept_bytes / 8}, x.device(), at::kDouble);
+  if (prepared.scratch_bytes > 0)
+    results.scratch = empty({prepared.scratch_bytes / 8}, x.device(), at::kDouble);
   for (size_t i = 0; i < prepared.begins.size(); ++i) {
     void* const begin = (i < prepared.kept ? results.kept : results.scratch).mutable_data_ptr();
     addresses.push_back(static_cast<char*>(begin) + prepared.begins[i]);
@@ -83,14 +77,20 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// What the ordinary way does to the rows before the launch, in the same operations. Returns the signs of
+// A number on the CPU, which an operation on a device takes as it is.
+const Tensor& one() {
+  static const auto* const only = new Tensor(at::scalar_tensor(at::Scalar(1)));
+  return *only;
+}
+
+// What the ordinary way does to the rows before the launch, with the same results. Returns the signs of
 // entries that stand for their size.
 Tensor prepare_rows(Operator which, Call& call) {
   Tensor &x = call.inputs[0], signs;
   if (call.negated) x = at::neg(x);
   if (!call.mask.defined()) return signs;
   if (which == kSizes) {
-    signs = at::copysign(at::ones_like(x), x.detach());
+    signs = at::copysign(one(), x.detach());
     x = at::mul(x, signs);
   }
   x = at::where(call.mask, x, at::Scalar(which == kSoftSort && call.reversed ? kInfinity : -kInfinity));
@@ -104,19 +104,21 @@ Tensor prepare_rows(Operator which, Call& call) {
 Tensor finished(Operator which, const Call& call, const Tensor& signs, Tensor y) {
   if (call.reversed) y = at::flip(y, {-1});
   if (!call.mask.defined()) return y;
-  const Tensor &x = call.inputs[0], &mask = call.mask;
+  const Tensor& x = call.inputs[0];
+  const bool of_columns = call.mask.dim() > 0 && call.mask.size(-1) == x.size(-1);
+  const Tensor mask = of_columns ? call.mask : call.mask.expand(x.sizes());
   switch (which) {
     case kSizes:
       return at::mul(y, signs);
     case kSoftRank: {
-      const Tensor selected = mask.expand(x.sizes()), out = at::sum(at::logical_not(selected), {-1}, true);
-      const Tensor less = at::sub(y, at::mul(out, at::Scalar(0.5)));
+      const Tensor out = at::sum(at::logical_not(mask), {-1}, true, at::kFloat);
+      const Tensor less = at::sub(y, out, at::Scalar(0.5));
       const Tensor untied = at::where(at::eq(x, at::Scalar(-kInfinity)), less, y);
-      return at::mul(untied, selected).to(y.scalar_type());
+      return at::mul(untied, mask).to(y.scalar_type());
     }
     case kSoftSort: {
       const Tensor places = at::arange(1, x.size(-1) + 1, x.options().dtype(at::kLong));
-      const Tensor taken = at::le(places, at::sum(mask.expand(x.sizes()), {-1}, true));
+      const Tensor taken = at::le(places, at::sum(mask, {-1}, true));
       return at::where(at::logical_or(taken, at::isnan(y)), y, at::Scalar(0));
     }
     default:
@@ -150,6 +152,24 @@ Tensor solved(Operator which, Call& call, const Draw* draw = nullptr) {
   if (differentiable && wanted && at::GradMode::is_enabled()) record(call, *prepared, results);
   Tensor y = finished(which, call, signs, std::move(results.first));
   return call.axis == -1 || which == kSelectable ? y : y.movedim(-1, call.axis);
+}
+
+// A sample by Pareto's design from the soft top-k that is asked for; for each row of `rows`, if there are
+// some, from the same probabilities.
+PyObject* sampled(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows) {
+  Call given;
+  if (driver().launch == nullptr || !read(kSoftTopk, asked, given)) Py_RETURN_NONE;
+  const at::ScalarType dtype = given.inputs[0].scalar_type();
+  const bool narrow = given.inputs[0].element_size() < 4;
+  if (narrow) given.signature.dtype() = static_cast<int64_t>(at::kFloat);
+  Draw draw;
+  if (find_or_miss(given.signature) == nullptr || !draw.find(given.signature, generator, least, rows)) {
+    Py_RETURN_NONE;
+  }
+  if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
+  Tensor sample = solved(kSoftTopk, given, &draw);
+  if (!sample.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(narrow ? sample.to(dtype) : std::move(sample));
 }
 
 // One of the operators that are plain on a GPU alone.
@@ -234,24 +254,30 @@ KHOT_CALL(sample_khot) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 11, "khot: sample_khot takes 11 arguments");
   using namespace gpu;
-  if (driver().launch == nullptr || !named(args[3], "straight_through")) Py_RETURN_NONE;
+  if (!named(args[3], "straight_through")) Py_RETURN_NONE;
   if ((args[4] != Py_None && !named(args[4], "pareto")) || args[5] != Py_None || args[7] != Py_True) {
     Py_RETURN_NONE;
   }
   static PyObject* const one = PyFloat_FromDouble(1);
   PyObject* const asked[] = {args[0], args[1], args[2], one, args[6], Py_True, args[8], Py_None, Py_False};
-  Call given;
-  if (!read(kSoftTopk, asked, given)) Py_RETURN_NONE;
-  const at::ScalarType dtype = given.inputs[0].scalar_type();
-  const bool narrow = given.inputs[0].element_size() < 4;
-  if (narrow) given.signature.dtype() = static_cast<int64_t>(at::kFloat);
-  Draw draw;
-  if (find_or_miss(given.signature) == nullptr || !draw.find(given.signature, args[9], args[10]))
-    Py_RETURN_NONE;
-  if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
-  Tensor sample = solved(kSoftTopk, given, &draw);
-  if (!sample.defined()) Py_RETURN_NONE;
-  return THPVariable_Wrap(narrow ? sample.to(dtype) : std::move(sample));
+  return sampled(asked, args[9], args[10], nullptr);
+  END_HANDLE_TH_ERRORS
+}
+
+// sample_of_one(logits, k, rows, least): for each of the rows a sample from the same logits (n,)
+KHOT_CALL(sample_of_one) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "khot: sample_of_one takes 4 arguments");
+  using namespace gpu;
+  if (!THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
+  const Tensor &x = THPVariable_Unpack(args[0]), &rows = THPVariable_Unpack(args[2]);
+  if (x.dim() != 1 || !is_there(rows) || rows.device() != x.device() || rows.numel() == 0) Py_RETURN_NONE;
+  if (rows.size(-1) != x.size(0)) Py_RETURN_NONE;
+  static PyObject* const last = PyLong_FromLong(-1);
+  static PyObject* const one = PyFloat_FromDouble(1);
+  static PyObject* const cdf = PyUnicode_FromString("logistic");
+  PyObject* const asked[] = {args[0], args[1], last, one, cdf, Py_True, Py_None, Py_None, Py_False};
+  return sampled(asked, Py_None, args[3], &rows);
   END_HANDLE_TH_ERRORS
 }
 

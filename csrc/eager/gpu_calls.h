@@ -59,14 +59,15 @@ Tensors contiguous(const Tensors& inputs);
 // False for what is not plain.
 bool read(Operator which, PyObject* const* args, Call& call);
 
-// A sample by Pareto's design from rows of probabilities.
+// A sample by Pareto's design from rows of probabilities, or from one row for each of some rows.
 struct Draw {
   std::shared_ptr<const Prepared> prepared;
   std::optional<at::Generator> generator;
+  const Tensor* rows = nullptr;  // which are not read
 
-  // False if there are no launches for rows of probabilities like those of a signature; least is that of
-  // khot/_kernels/reference/draws.py.
-  bool find(const Signature& like, PyObject* given_generator, PyObject* least);
+  // False if there are no launches for rows of probabilities like those of a signature, or for so many of
+  // them as there are rows; least is that of khot/_kernels/reference/draws.py.
+  bool find(const Signature& like, PyObject* given_generator, PyObject* least, const Tensor* rows = nullptr);
 
   // Undefined, with no random number used, if nothing was started; unless the driver made an error.
   Tensor sample(const Tensor& probs) const;

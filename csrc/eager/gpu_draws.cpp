@@ -24,9 +24,11 @@ double epsilon(at::ScalarType dtype) {
 
 }  // namespace
 
-bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* least) {
+bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* least, const Tensor* of) {
   Signature signature;
   for (int i = 1; i < 5; ++i) signature.facts[i] = like.facts[i];
+  rows = of;
+  if (rows != nullptr) signature.facts[3] = rows->numel() / rows->size(-1);
   signature.facts[0] = kParetoSample;
   const auto formula = fact_of(least);
   if (!formula) return false;
@@ -41,7 +43,8 @@ bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* leas
   return prepared != nullptr && generator->device() == device;
 }
 
-Tensor Draw::sample(const Tensor& probs) const {
+Tensor Draw::sample(const Tensor& given) const {
+  const Tensor probs = rows == nullptr ? given : given.expand(rows->sizes()).contiguous();
   const void* const address = probs.const_data_ptr();
   if ((reinterpret_cast<uintptr_t>(address) & kAligned) != 0 || !unwatched()) return Tensor();
   const Tensor seed = new_seed(generator, probs.device());

@@ -120,9 +120,10 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
   return grads;
 }
 
-variable_list gradient(const Saved& saved, const Tensor& grad) {
-  if (!grad.defined()) return variable_list(1 + kMostNumbers);
+variable_list gradient(const Saved& saved, const Tensor& given) {
+  if (!given.defined()) return variable_list(1 + kMostNumbers);
   const Tensor& x = saved.inputs[0];
+  const Tensor grad = at::sum_to(given, x.sizes());  // of a sample that has more rows than x
   const bool direct = !at::GradMode::is_enabled() && plain_state() && is_there(grad) && is_there(x) &&
                       grad.scalar_type() == x.scalar_type() && grad.sizes() == x.sizes() &&
                       !grad._fw_grad(0).defined();

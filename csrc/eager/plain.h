@@ -1,12 +1,12 @@
 // What every plain call asks of its arguments, and what it tells the kernels of khot._C about rows.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/randint.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -113,10 +113,19 @@ const char* name_of(Choice choice, const Named<Choice> (&known)[count]) {
   return "";
 }
 
-// The draw of khot/_ops/uniform.py, new_seed.
+// A new tensor. The way through torch's dispatcher takes longer than the allocation.
+inline Tensor empty(at::IntArrayRef sizes, c10::Device device, at::ScalarType dtype) {
+  const auto key = c10::computeDispatchKey(dtype, c10::kStrided, device);
+  return at::detail::empty_generic(sizes, c10::GetAllocator(device.type()), c10::DispatchKeySet(key), dtype,
+                                   std::nullopt);
+}
+
+// The draw of khot/_ops/uniform.py, new_seed: what torch.randint does, without its ways through the
+// dispatcher.
 inline Tensor new_seed(const std::optional<at::Generator>& generator, c10::Device device) {
-  return at::randint(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), {}, generator,
-                     at::TensorOptions(at::kLong).device(device));
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return empty({}, device, at::kLong)
+      .random_(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), generator);
 }
 
 using Context = torch::autograd::AutogradContext;

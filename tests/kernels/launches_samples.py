@@ -136,6 +136,77 @@ def test_samples_have_second_derivatives(seen: list[recorded.Launch]) -> None:
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(found, wanted, strict=True))
 
 
+def gate(dtype: torch.dtype = torch.float32, k: float | None = 3) -> khot.nn.KHotGate:
+    layer = khot.nn.KHotGate(32, k, dtype=dtype)
+    layer.load_state_dict({"logits": scores(32)})
+    return layer
+
+
+def gated(layer: khot.nn.KHotGate, x: Tensor, **more: Any) -> list[Tensor]:
+    """The output, the gradients of the input and the logits, and the state of torch's generator."""
+    torch.manual_seed(5)
+    leaf = x.detach().requires_grad_()
+    y = layer(leaf)
+    given = (leaf, layer.logits)
+    grads = torch.autograd.grad(y, given, scores(*more.get("batch", ()), *x.shape).flip(0).to(y.dtype), **{
+        name: value for name, value in more.items() if name != "batch"
+    })  # fmt: skip
+    return [y.detach(), *grads, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(6, 32), (2, 3, 32), (32,)], ids=str)
+def test_gates_draw_from_one_row_of_logits(
+    shape: tuple[int, ...], dtype: torch.dtype, seen: list[recorded.Launch]
+) -> None:
+    layer, x = gate(dtype), scores(*shape).to(dtype)
+    with ordinary():
+        wanted = gated(layer, x)
+    gated(layer, x)
+    seen.clear()
+    with answers("sample_of_one") as answered:
+        found = gated(layer, x)
+    assert answered == [True] and same(found, wanted)
+    assert len(seen) == 4  # the soft top-k of one row, its gradient, and two of the draw
+    assert (found[0] != 0).sum() == 3 * x[..., 0].numel()
+    layer.logits.data[4] = torch.nan
+    with answers("sample_of_one") as answered:
+        assert layer(x).isnan().all() and answered == [True]
+
+
+def test_gates_are_differentiated_again_and_in_batches(seen: list[recorded.Launch]) -> None:
+    layer, x = gate(), scores(6, 32)
+    with ordinary():
+        wanted = gated(layer, x, batch=(3,), is_grads_batched=True)
+    gated(layer, x)
+    with answers("sample_of_one") as answered:
+        found = gated(layer, x, batch=(3,), is_grads_batched=True)
+    assert answered == [True] and torch.equal(found[0], wanted[0])
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found[1:3], wanted[1:3], strict=True)
+    )
+
+    def second() -> Tensor:
+        torch.manual_seed(5)
+        (g,) = torch.autograd.grad(layer(x).square().sum(), layer.logits, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), layer.logits)[0]
+
+    with ordinary():
+        of_ordinary = second()
+    with answers("sample_of_one") as answered:
+        assert torch.allclose(second(), of_ordinary, rtol=1e-5, atol=1e-6)
+    assert answered == [True]
+
+
+def test_other_gates_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    layer, x = gate(), scores(6, 32)
+    gated(layer, x)
+    for other, input in ((gate(k=None), x), (layer.double(), x), (gate(), x[:5])):
+        with answers("sample_of_one") as answered:
+            y = other(input)
+        assert answered == [False] and set((y / input).detach().round(decimals=4).unique().tolist()) <= {0, 1}
+
+
 def test_other_samples_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
     """And no random number is used twice, nor before an error."""
     x = scores(6, 32)

@@ -18,6 +18,7 @@ __all__ = [
     "autocast_dtype",
     "WITHOUT_FLOAT64",
     "greatest",
+    "in_dtype",
     "in_float64",
     "invertible",
     "large",
@@ -45,9 +46,14 @@ def widen(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x.device))
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in this dtype. Where it has it, torch would take as long to say so as for an addition."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def at_least_single(x: Tensor) -> Tensor:
     """x in float32 where it is of half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return in_dtype(x, torch.promote_types(x.dtype, torch.float32))
 
 
 def on(device: torch.device, value: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ class LeftSoft(nn.Module):
             return
         if is_recomputation():
             return
-        seen: _Seen = self.__dict__.setdefault("_seen", _Seen())
+        seen: _Seen | None = self.__dict__.get("_seen")
+        if seen is None:
+            seen = self.__dict__["_seen"] = _Seen()
         seen.passes += 1
         if y is None or seen.passes < seen.due or not y.numel():
             return

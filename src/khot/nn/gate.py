@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from khot import estimators, masks, sampling
-from khot._core import arguments
+from khot._core import arguments, eager
 from khot._core.arguments import Scalar
-from khot._core.precision import at_least_single, wide_dtype
+from khot._core.precision import at_least_single, in_dtype, wide_dtype
 from khot._core.torch_internals import without_modes
+from khot._kernels.reference.order_sampling import LEAST
 from khot.budgets import budget_mask, soft_budget
 from khot.estimators import EstimatorName
 from khot.nn._inputs import check_width
@@ -137,8 +138,7 @@ class KHotGate(LeftSoft):
 
     @property
     def mask(self) -> Tensor:
-        k = self._size()
-        logits = self.logits.detach()
+        k, logits = self._size(), self.logits.detach()
         if self.cost is not None and k is not None:
             return budget_mask(logits, self.cost, k)
         return (logits > 0).to(logits.dtype) if k is None else masks.topk_mask(logits, k)
@@ -146,20 +146,28 @@ class KHotGate(LeftSoft):
     def forward(self, input: Tensor) -> Tensor:
         check_width(input, self.n, self)
         if not self.training:
-            return input * self.mask.to(input.dtype)
-        if self.logits.requires_grad and torch.is_grad_enabled() and arguments.has_data(self.logits):
+            return input * in_dtype(self.mask, input.dtype)
+        logits = self.logits
+        if torch.is_grad_enabled() and logits.requires_grad and arguments.has_data(logits):
             self._note()
-        if self.cost is not None:
-            return input * self._shares().to(input.dtype)
-        if self.estimator == "straight_through":
-            return input * self._sample_of_one(input).to(input.dtype)
-        tau = None if self.tau is None else current(self.tau)
-        return input * self._sample(self.logits.expand(input.shape), self._size(), tau).to(input.dtype)
+        if self._prices is not None:
+            sample = self._shares()
+        elif self.estimator == "straight_through":
+            sample = self._sample_of_one(logits, input)
+        else:
+            tau = None if self.tau is None else current(self.tau)
+            sample = self._sample(logits.expand(input.shape), self._size(), tau)
+        return input * in_dtype(sample, input.dtype)
 
-    def _sample_of_one(self, input: Tensor) -> Tensor:
+    def _sample_of_one(self, logits: Tensor, input: Tensor) -> Tensor:
         """What :func:`khot.estimators.straight_through` gives of the logits for each example, with the
         probabilities computed once, since they are the same for all."""
-        x, k = at_least_single(self.logits), self._size()
+        k = self._size()
+        if eager.launching and not torch.compiler.is_compiling() and self.design in (None, "pareto"):
+            plain = eager.sample_of_one(logits, k, input, LEAST)
+            if plain is not None:
+                return plain
+        x = at_least_single(logits)
         probs = x.sigmoid() if k is None else masks.sigmoid_topk(x, k)
         of_each = probs.detach().nan_to_num(nan=0.0).expand(input.shape).contiguous()
         sample = sampling.sample(of_each, self.design or "pareto")
