@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from khot import cdfs
 from khot._core import arguments
-from khot._core.precision import without_autocast
+from khot._core.precision import in_dtype, without_autocast
 from khot._core.torch_internals import save_in_exports
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_width
@@ -61,7 +61,7 @@ def tokens_of(router: Any, input: Tensor, mask: Tensor | None) -> tuple[Tensor, 
 def evenness(load: Tensor) -> Tensor:
     """The entropy of a load (experts,), divided by that of an even one."""
     share = load / load.sum().clamp(min=torch.finfo(load.dtype).tiny)
-    return torch.special.entr(share).sum() / math.log(len(load))
+    return torch.special.entr(share).sum() / math.log(load.shape[0])
 
 
 class Router(LeftSoft):
@@ -103,17 +103,18 @@ class Router(LeftSoft):
         input, mask = tokens_of(self, input, mask)
         wide = torch.promote_types(input.dtype, torch.float32)
         with without_autocast(input.device):
-            x = input.to(wide)
-            selection, weights = self._route(x, F.linear(x, self.weight.to(wide)).log_softmax(-1), mask)
+            x = in_dtype(input, wide)
+            scores = F.linear(x, in_dtype(self.weight, wide)).log_softmax(-1)
+            selection, weights = self._route(x, scores, mask)
+        of_token = selection.sum(-1)
+        tokens: int | Tensor
         if mask is None:
-            tokens = torch.full((), selection[..., 0].numel(), dtype=wide, device=x.device)
-            missing = (1 - selection.sum(-1)).clamp(min=0)
+            tokens, missing = max(1, of_token.numel()), (1 - of_token).clamp(min=0)
         else:
-            tokens = mask.sum().to(wide)
-            missing = (mask.to(wide) - selection.sum(-1)).clamp(min=0)
-        tokens = tokens.clamp(min=1)
+            tokens, missing = mask.sum().to(wide).clamp(min=1), (mask.to(wide) - of_token).clamp(min=0)
         load = selection.flatten(0, -2).sum(0) / tokens
-        return Routing(weights.to(input.dtype), selection, load, evenness(load), missing.sum() / tokens)
+        weights = in_dtype(weights, input.dtype)
+        return Routing(weights, selection, load, evenness(load), missing.sum() / tokens)
 
     def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Selection and weights for scores (..., n, experts)."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from khot._core import arguments
-from khot._core.precision import without_autocast
+from khot._core.precision import in_dtype, without_autocast
 from khot._core.torch_internals import save_in_exports
 from khot.nn._groups import Groups
 from khot.nn._router import evenness, tokens_of
@@ -182,42 +182,40 @@ class TopKRouter(nn.Module):
         input, mask = tokens_of(self, input, mask)
         wide = torch.promote_types(input.dtype, torch.float32)
         with without_autocast(input.device):
-            x = input.to(wide)
+            x = in_dtype(input, wide)
             if self.training and self.jitter:
                 x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
-            logits = F.linear(x, self.weight.to(wide))
+            logits = F.linear(x, in_dtype(self.weight, wide))
         scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
         indices = self._choose(scores if self.scores == "sigmoid" else logits, mask)
         weights = scores.gather(-1, indices)
         if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-        weights = weights * self.scale
-        taken = torch.ones_like(indices, dtype=torch.bool)
-        taken = taken if mask is None else taken & mask.unsqueeze(-1)
+        if self.scale != 1:
+            weights = weights * self.scale
+        sizes, dropped = logits.logsumexp(-1).square(), logits.new_zeros(())
+        # without padding and a capacity all choices are taken, and their number is known
+        taken = None if mask is None else mask.unsqueeze(-1).expand_as(indices)
+        tokens: int | Tensor = max(1, sizes.numel())
+        if mask is not None:
+            tokens, sizes = mask.sum().to(wide).clamp(min=1), sizes * mask
         count = self._counts(indices, taken)
-        if mask is None:
-            tokens = torch.full((), logits[..., 0].numel(), dtype=wide, device=x.device)
-        else:
-            tokens = mask.sum().to(wide)
-        choices = count.sum().to(wide).clamp(min=1)
         if self.capacity is not None:
-            kept = self._within(indices, taken, (self.capacity * self.k * tokens / self.num_experts).ceil())
-            dropped = (count.sum() - kept.sum()) / choices
+            if taken is None:
+                taken = torch.ones_like(indices, dtype=torch.bool)
+            if not isinstance(tokens, Tensor):
+                tokens = torch.full((), tokens, dtype=wide, device=x.device)
+            most = (self.capacity * self.k * tokens / self.num_experts).ceil()
+            kept = self._within(indices, taken, most)
+            choices = count.sum()
+            dropped = (choices - kept.sum()) / choices.to(wide).clamp(min=1)
             count, taken = self._counts(indices, kept), kept
-        else:
-            dropped = torch.zeros_like(choices)
-        load = count / tokens.clamp(min=1)
-        sizes = logits.logsumexp(-1).square()
-        z_loss = (sizes if mask is None else sizes * mask).sum() / tokens.clamp(min=1)
-        return TopKRouting(
-            weights.masked_fill(~taken, 0).to(input.dtype),
-            indices.masked_fill(~taken, self.num_experts),
-            logits,
-            load,
-            evenness(load),
-            dropped,
-            z_loss,
-        )
+        if taken is not None:
+            weights = weights.masked_fill(~taken, 0)
+            indices = indices.masked_fill(~taken, self.num_experts)
+        load = count.to(wide) / tokens
+        weights = in_dtype(weights, input.dtype)
+        return TopKRouting(weights, indices, logits, load, evenness(load), dropped, sizes.sum() / tokens)
 
     def _choose(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         if self.balancer is not None:
@@ -229,10 +227,11 @@ class TopKRouter(nn.Module):
             scores = scores.masked_fill(self._groups.of_experts(closed, self.num_experts), -math.inf)
         return topk(scores, self.k).indices
 
-    def _counts(self, indices: Tensor, taken: Tensor) -> Tensor:
-        """How many tokens each expert gets, in int64."""
-        zeros = taken.new_zeros(self.num_experts, dtype=torch.int64)
-        return zeros.scatter_add(0, indices.flatten(), taken.flatten().long())
+    def _counts(self, indices: Tensor, taken: Tensor | None) -> Tensor:
+        """How many tokens each expert gets, in int64, of the choices that are taken; None: of all."""
+        chosen = indices.flatten()
+        ones = torch.ones_like(chosen) if taken is None else taken.flatten().long()
+        return indices.new_zeros(self.num_experts).scatter_add(0, chosen, ones)
 
     def _within(self, indices: Tensor, taken: Tensor, most: Tensor) -> Tensor:
         """Which choices are among the first ``most`` of their expert."""
