@@ -659,7 +659,13 @@ class TopKSAE(Grouped, LeftSoft):
         """:meth:`_error` of some values and their indices, and the second result with more of them, too."""
         rests, first, second = [], [], []
         centred = at_least_single(input) - at_least_single(self.bias)
-        parts = [(values * self._stretch(indices), indices) for values, indices in (near, more)]
+        (values, at), (others, beyond) = near, more
+        # of all at once: that of many is that of the whole decoder
+        stretch = self._stretch(torch.cat((at, beyond), -1))
+        parts = [
+            (values * stretch[..., : at.shape[-1]], at),
+            (others * stretch[..., at.shape[-1] :], beyond),
+        ]
         for width in (self.latents, *self.widths):
             sums = [
                 selected_sum(w if width == self.latents else w * (at < width), self.raw_decoder, at)
