@@ -43,12 +43,16 @@ BEFORE = (
     "own (at 802f279), the ratios were 1.72 for `soft_topk`, 2.86 of a tensor that requires a gradient, 1.87 "
     "with the gradient, 1.37 for `topk_mask`, 3.15 for `nn.SoftTopK` and 2.90 with its gradient, and all "
     "other operators went the ordinary way. Before masks, other dimensions and samples went without "
-    "Python, and the ordinary way prepared launches in every call (at 06403a9, just before the table "
-    "above), µs, and with the gradient: `soft_topk` of columns 85.0 and 339, `soft_topk_magnitude`, "
+    "Python, and the ordinary way prepared launches in every call (at 06403a9), µs, "
+    "and with the gradient: `soft_topk` of columns 85.0 and 339, `soft_topk_magnitude`, "
     "masked, 116 and 381, `soft_budget`, masked, 167 and 446, `soft_rank`, masked, 210 and 544, "
     "`soft_sort`, masked, 211 and 529, `nn.SoftTopK`, masked, 38.9 and 156, `sample_khot` 144 and 247, "
     "`nn.KHotGate` 338 and 439, and `soft_topk`, the ordinary way, 60.8 and 282, where a softmax took 1.7 "
-    "and 46."
+    "and 46. Before budgets, ranks and sorts asked for a plain call ahead of DTensors, and a gate drew "
+    "its samples in one call (at 3eee443, just before the table above), µs: `soft_budget` 2.9, `soft_rank` "
+    "2.6, `soft_sort` 2.8, `soft_topk_magnitude`, masked, 10.5, `soft_budget`, masked, 10.6, `soft_rank`, "
+    "masked, 31.2, `soft_sort`, masked, 26.9, `sample_khot` 5.5, and `nn.KHotGate` 97.6, with its gradient "
+    "188, where a softmax took 1.8 and 46."
 )
 SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
 
