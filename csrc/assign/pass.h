@@ -136,8 +136,8 @@ void assign_typed(const AssignPass& pass, const F& cdf, int64_t begin, int64_t e
     R r = static_cast<const R*>(pass.r)[row];
     if (r != r) r = assign_guess<R>(u, n, k);
 
-    R low = -kInf<R>, high = kInf<R>, miss, density;
-    Guard<ScalarArithmetic> guard;
+    R miss, density;
+    Enclosure<ScalarArithmetic> between(-kInf<double>, kInf<double>);
     for (int64_t step = 0;; ++step) {
       Vec<R> lower_tails{}, upper_tails{}, densities{}, upper_densities{}, counts{};
       for (j = 0; j < wide; j += W) {
@@ -159,12 +159,11 @@ void assign_typed(const AssignPass& pass, const F& cdf, int64_t begin, int64_t e
       if (step >= pass.steps || !(std::fabs(miss) > tolerance * density + kRounding * std::fabs(spare))) {
         break;
       }
-      (miss > 0 ? low : high) = r;
+      between.add(r, miss);
       R next = r + tau * assign_move<R>(k, static_cast<R>(n), spare, below, above, density,
                                         sum<R>(upper_densities), miss);
       if (next == r) break;
-      const bool inside = next > low && next < high;
-      if (guard.bisects(inside, high - low, std::fabs(miss))) next = R(0.5) * low + R(0.5) * high;
+      if (between.bisects(next, miss)) next = static_cast<R>(between.middle());
       if (!(std::fabs(next) < kInf<R>)) break;
       r = next;
     }

@@ -21,14 +21,14 @@ KHOT_INLINE Found<Rows> find(Rows& rows) {
   typename Rows::Sums sums = rows.evaluate();
   typename A::Value moved = A::splat(0);
   typename A::Mask pending = A::none();
-  for (int trial = 0; trial < Rows::kTrials; ++trial) {
+  for (int trial = 1;; ++trial) {
     const typename A::Value h = rows.step(sums);
     rows.move(h);
     moved += h;
     const bool stored = Rows::kStores && rows.stores();
     const typename A::Mask far = stored ? A::abs(moved) >= 1 : A::none();  // odds may overflow
     pending = rows.good & (rows.goes_on(h) | far);
-    if (!A::any(pending)) break;
+    if (!A::any(pending) || trial == Rows::kTrials) break;
     if constexpr (Rows::kStores) {
       if (stored && !A::any(rows.good & far)) {
         sums = rows.shift(moved);

@@ -86,18 +86,15 @@ class CompactSteps {
   };
 
   // usual: about the sum of f at the threshold.
-  void start(VecF usual) {
-    usual_ = usual, low_ = splat(-kInf<float>), high_ = splat(kInf<float>);
-    guard_ = {};
-  }
+  void start(VecF usual) { usual_ = usual, between_ = {splat(-kInf<float>), splat(kInf<float>)}; }
 
   // plain(sums): the step that is not guarded.
   template <class Plain>
   KHOT_INLINE VecF step(const Search& at, CountSums<VecF> s, Plain plain) {
     auto at_most = [](VecF v, VecF high) { return v < high ? v : high; };
     auto at_least = [](VecF v, VecF low) { return v > low ? v : low; };
-    low_ = s.miss > 0 ? at.hi : low_, high_ = s.miss < 0 ? at.hi : high_;
-    const VecF size = abs<float>(s.miss), longest = 0.5f + 1.5f * size / usual_;
+    between_.add(at.hi, s.miss);
+    const VecF miss = s.miss, size = abs<float>(miss), longest = 0.5f + 1.5f * size / usual_;
     // As entries leave 0 like z^e, the miss has a root of order e there, which a plain step only approaches.
     const VecF bend = s.miss * s.S2 / (s.S1 * s.S1);
     const IntF multiple = (bend > 0.6f) & (size < 0.5f);
@@ -108,15 +105,14 @@ class CompactSteps {
     s.S1 = at_least(s.S1, 0.02f * clamp_below<float>(at.few, 1.0f));
     VecF h = plain(s);
     h = at_most(at_least(multiple ? to_multiple : h, -longest), longest);
-    const VecF next = at.hi + h * at.tau;
-    const IntF bisects = guard_.bisects((next > low_) & (next < high_), high_ - low_, size);
+    const IntF bisects = between_.bisects(at.hi + h * at.tau, miss);
     // Close to the threshold, the sign of the miss is only rounding, and the bracket does not count.
-    return bisects & (abs<float>(h) > 0.01f) ? (0.5f * low_ + 0.5f * high_ - at.hi) * at.scale : h;
+    return bisects & (abs<float>(h) > 0.01f) ? (between_.middle() - at.hi) * at.scale : h;
   }
 
  private:
-  Guard<LaneArithmetic> guard_;
-  VecF usual_{}, low_{}, high_{};  // low_ and high_: the trials next to the threshold
+  VecF usual_{};
+  Enclosure<LaneArithmetic> between_;
 };
 
 }  // namespace khot::KHOT_ISA

@@ -81,8 +81,8 @@ struct BlockSums {
 inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, const Exponent& power,
                              double anchor, double low, double high) {
   const double drop = -low;
-  double offset = 0.5 * low + 0.5 * high;
-  Guard<ScalarArithmetic> guard;
+  Enclosure<ScalarArithmetic> between(low, high);
+  double offset = between.middle();
   for (int step = 0; step < 60; ++step) {
     m.gamma = {anchor, offset};
     const BlockSums sums =
@@ -99,17 +99,15 @@ inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, con
           sums.total += sum<double>(total), sums.slope += sum<double>(slope);
         });
     const double left = k - sums.alone, slope = power.e * sums.slope / m.tau,
-                 target = sums.total - left * anchor;
-    if (target > left * offset) low = std::max(low, offset);
-    if (target < left * offset) high = std::min(high, offset);
+                 target = sums.total - left * anchor, miss = target - left * offset;
+    between.add(offset, miss);
     double trial = target / (left + slope) + slope / (left + slope) * offset;  // Newton's step
-    const double digits = 1e-15 * (anchor == 0 ? std::min(std::max(low, trial), high) : drop);
+    const double digits = 1e-15 * (anchor == 0 ? std::min(std::max(between.low, trial), between.high) : drop);
     bool done = std::fabs(trial - offset) <= digits && std::isfinite(trial);
     // Where the slope changes, Newton's step may fall short of low by a digit.
-    const bool inside = trial > low && trial < high;
-    if (guard.bisects(inside, high - low, std::fabs(target - left * offset)) && !done) {
-      trial = std::fabs(trial - low) <= digits ? low + digits : 0.5 * low + 0.5 * high;
-      done = high - low <= digits;
+    if (between.bisects(trial, miss) && !done) {
+      trial = std::fabs(trial - between.low) <= digits ? between.low + digits : between.middle();
+      done = between.high - between.low <= digits;
     }
     offset = trial;
     if (done) break;

@@ -8,7 +8,8 @@
 #include <cmath>
 #include <vector>
 
-#include "selection/magnitude_ordinary.h"
+#include "selection/pooled.h"
+#include "simd/tile.h"
 
 namespace khot::KHOT_ISA {
 

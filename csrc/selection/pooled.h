@@ -1,0 +1,178 @@
+// The pooled block of a top-k in magnitude for p = 2 and 4/3, as far as gamma tells it: which entries are
+// alone, which are in the block, and what y is. Entries are in float and gamma is in double, one row per
+// lane.
+//
+// With e = 1/(p - 1), W = tau gamma^(1/e) and q = (s - gamma)/W, an entry with q >= 1 is alone, and one with
+// 0 < q < 1 is in the block.
+#pragma once
+
+#include "cdfs.h"
+#include "simd/math.h"
+
+namespace khot::KHOT_ISA {
+
+// One double for each lane of a vector of floats.
+struct Doubles {
+  VecD half[2];
+  KHOT_INLINE double operator[](int i) const { return half[i / kWidth<double>][i % kWidth<double>]; }
+  KHOT_INLINE void set(int i, double value) { half[i / kWidth<double>][i % kWidth<double>] = value; }
+};
+KHOT_INLINE Doubles spread(double value) { return {{splat(value), splat(value)}}; }
+KHOT_INLINE Doubles widen(VecF v) {
+  Doubles d;
+  halves(v, d.half[0], d.half[1]);
+  return d;
+}
+KHOT_INLINE VecF narrow(const Doubles& d) { return join(d.half[0], d.half[1]); }
+// The largest float that is not above d, and the smallest that is not below it. d > 0.
+KHOT_INLINE VecF narrow_down(const Doubles& d) {
+  const VecF v = narrow(d);
+  const Doubles back = widen(v);
+  return (VecF)((IntF)v + (narrow(Doubles{{back.half[0] - d.half[0], back.half[1] - d.half[1]}}) > 0));
+}
+KHOT_INLINE VecF narrow_up(const Doubles& d) {
+  const VecF v = narrow(d);
+  const Doubles back = widen(v);
+  return (VecF)((IntF)v - (narrow(Doubles{{back.half[0] - d.half[0], back.half[1] - d.half[1]}}) < 0));
+}
+
+// x^(1/3) for x > 0 that is neither subnormal nor infinite. The first is within 4 % of it: a third of the
+// exponent, by way of the bits. The second, after two of Halley's steps, is within a few ulp.
+KHOT_INLINE VecF near_cube_root(VecF x) {
+  const VecF third = __builtin_convertvector((IntF)x, VecF) * (1.0f / 3);
+  return (VecF)(__builtin_convertvector(third, IntF) + 0x2a508935);
+}
+KHOT_INLINE VecF cube_root(VecF x) {
+  VecF r = near_cube_root(x);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const VecF cube = r * r * r;
+    r *= (cube + 2 * x) * inverse(2 * cube + x);
+  }
+  return r;
+}
+// The same in double, from a root in float, to within 1e-14.
+KHOT_INLINE VecD cube_root(VecD x, VecD near, VecD inverse_slope) {
+  return near - (near * near * near - x) * inverse_slope;
+}
+
+template <int e>
+KHOT_INLINE VecF root(VecF x) {
+  if constexpr (e == 1) return x;
+  return cube_root(x);
+}
+template <int e>
+KHOT_INLINE Doubles root(const Doubles& x) {
+  if constexpr (e == 1) return x;
+  const VecF r = cube_root(narrow(x));
+  const Doubles near = widen(r), slope = widen(inverse(3 * r * r));
+  return {
+      {cube_root(x.half[0], near.half[0], slope.half[0]), cube_root(x.half[1], near.half[1], slope.half[1])}};
+}
+
+template <int e, class V>
+KHOT_INLINE V power(V q) {
+  if constexpr (e == 1) return q;
+  return q * q * q;
+}
+
+// Where the block begins and ends. Entries are compared with these in float, which is exact.
+struct BlockEnds {
+  VecF block, alone;  // s >= alone is alone, and any other s > block is in the block
+  KHOT_INLINE IntF is_alone(VecF s) const { return s >= alone; }
+  KHOT_INLINE IntF is_inside(VecF s) const { return (s > block) & (s < alone); }
+};
+
+// v for v + tau v^(p-1) = s: an entry that is alone.
+template <int e>
+KHOT_INLINE Doubles unpooled(VecF s, const Doubles& tau) {
+  const Doubles wide = widen(s);
+  Doubles v;
+  if constexpr (e == 1) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) v.half[h] = wide.half[h] / (1 + tau.half[h]);
+  } else {
+    // c^3 + tau c = s. The smaller of s/tau and the cube root of s is at most 1.5 times its root.
+    const VecF t = narrow(tau), linear = s * (1 / t), cubic = near_cube_root(s);
+    VecF c = linear < cubic ? linear : cubic;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {  // Halley's steps leave 1.5 % and 1e-6
+      const VecF square = c * c, miss = c * (square + t) - s, slope = 3 * square + t;
+      c -= miss * slope * rough_inverse(slope * slope - 3 * c * miss);
+    }
+    const Doubles near = widen(c), inverse_slope = widen(inverse(3 * c * c + t));
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      VecD r = near.half[h];
+      r -= (r * (r * r + tau.half[h]) - wide.half[h]) * inverse_slope.half[h];
+      v.half[h] = r * r * r;
+    }
+  }
+  return v;
+}
+
+// gamma = hi + lo, and what depends on it.
+template <int e>
+struct Pooled {
+  Doubles hi, lo, tau, inverse_tau, inverse_width;
+  BlockEnds edges;
+  VecF factor, factor_low;  // 1/(1 + tau) is a pair
+
+  KHOT_INLINE Pooled(const Doubles& hi, const Doubles& lo, const Doubles& tau) : hi(hi), lo(lo), tau(tau) {
+    Doubles gamma, edge, exact_factor;
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) gamma.half[h] = hi.half[h] + lo.half[h];
+    const Doubles r = root<e>(gamma);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const VecD width = tau.half[h] * r.half[h];
+      edge.half[h] = gamma.half[h] + width;
+      inverse_tau.half[h] = 1 / tau.half[h];
+      inverse_width.half[h] = 1 / width;
+      exact_factor.half[h] = 1 / (1 + tau.half[h]);
+    }
+    edges = {narrow_down(gamma), narrow_up(edge)};
+    // At an edge that is a float, rounding must not decide.
+    const VecF before = (VecF)((IntF)edges.alone - 1);
+    const Doubles wide = widen(before);
+    Doubles lead;
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      lead.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]) >= gamma.half[h] ? splat(1.0) : VecD{};
+    }
+    edges.alone = narrow(lead) > 0 ? before : edges.alone;
+    factor = narrow(exact_factor);
+    const Doubles rounded = widen(factor);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) exact_factor.half[h] -= rounded.half[h];
+    factor_low = narrow(exact_factor);
+  }
+
+  KHOT_INLINE VecD above(const Doubles& s, int h) const {  // (s - gamma)+
+    const VecD offset = (s.half[h] - hi.half[h]) - lo.half[h];
+    return offset > 0 ? offset : VecD{};
+  }
+
+  KHOT_INLINE VecF value(VecF s, IntF alone) const {
+    const Doubles wide = widen(s);
+    Doubles y;
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) y.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]);
+    const VecF pooled = narrow(y);
+    if constexpr (e == 1 && kFused) {
+      return alone ? fused<float>(s, factor, s * factor_low) : pooled;
+    } else {
+      return any(alone) ? (alone ? narrow(unpooled<e>(s, tau)) : pooled) : pooled;
+    }
+  }
+};
+
+// The magnitudes s of a vector of the row's entries, and what gives y their signs.
+struct FloatSigns {
+  IntF mask;
+  explicit FloatSigns(bool is_signed) : mask(IntF{} + (is_signed ? ~Lanes<float>::kAbs : 0)) {}
+  KHOT_INLINE VecF without(VecF x) const { return (VecF)((IntF)x & ~mask); }
+  KHOT_INLINE VecF apply(VecF v, VecF x) const { return (VecF)((IntF)v ^ ((IntF)x & mask)); }
+};
+
+}  // namespace khot::KHOT_ISA
