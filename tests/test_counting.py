@@ -133,7 +133,7 @@ def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
 
 
 @every_cdf
-@pytest.mark.parametrize("n", [30, 500, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [30, 1_000, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_at_most_ten_passes(name: str, n: int) -> None:
     counts = []
     for scores in oracles.ADVERSARIAL:

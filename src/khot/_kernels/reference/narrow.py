@@ -15,7 +15,6 @@ from torch import Tensor
 
 from khot._core.precision import greatest
 from khot._kernels.reference.sample import Sample, ranked
-from khot._kernels.reference.selection import keys_of
 from khot._kernels.reference.survey import Problem, Scales, costs_of, per
 from khot._kernels.reference.tiles import tiles
 
@@ -24,7 +23,7 @@ __all__ = ["PASSES", "Window", "narrow_pass", "window_of"]
 PASSES = 4
 # The width of a bin, in τ, from which on Newton's method is better. Without tails (False) few entries decide.
 FINE = {True: 4.0, False: 0.1}
-FAR = 1e12  # the same of a window that bins of equal width would take too many passes for
+FAR = 1e7  # the same of a window that bins of equal width would take too many passes for
 EDGE = 1e-6  # of a bin's cost: what is not left of it by more than this ends between two entries
 
 
@@ -64,6 +63,7 @@ def narrow_pass(p: Problem, scales: Scales, at: Window, running: Tensor) -> tupl
     batch, n = p.tau.shape, p.x.shape[-1]
     bins = min(1024, max(32, n // 8)) if p.row.here else 256  # must be the same on every process
     inner, outer, quantile = at.low.unsqueeze(-1), at.high.unsqueeze(-1), scales.quantile.unsqueeze(-1)
+    unit = p.tau / p.survey.dearest if p.by_value else p.tau  # of a level, as much as τ is of a score
     far = outer - inner > FAR * p.tau.unsqueeze(-1)
     zero = at.low.new_zeros(*batch, bins + 2)
     costs, least, most = zero, zero + math.inf, zero - math.inf
@@ -72,7 +72,7 @@ def narrow_pass(p: Problem, scales: Scales, at: Window, running: Tensor) -> tupl
         level = per(x - quantile, a)
         place = (level - inner) / (outer - inner)
         if p.x.is_cuda or bool(far.any()):
-            place = torch.where(far, _place(level, inner, outer), place)
+            place = torch.where(far, _place(level, inner, outer, unit.unsqueeze(-1)), place)
         place = (place * bins).nan_to_num(0).clamp(-1, bins - 1).floor_().long() + 1
         place = place.masked_fill(level < inner, 0).masked_fill(level > outer, bins + 1)
         costs = costs.scatter_add(-1, place, w)
@@ -90,7 +90,7 @@ def narrow_pass(p: Problem, scales: Scales, at: Window, running: Tensor) -> tupl
     after = most.where(below, -math.inf).amax(-1)
     edge, single = (share > 1 - EDGE) & (after > -math.inf), low == high
     slope = cost if p.by_value else torch.ones_like(cost)
-    close = high - low <= FINE[p.cdf.full_support] * tau / p.survey.dearest
+    close = high - low <= FINE[p.cdf.full_support] * unit
     z = torch.where(single, p.cdf.icdf(share.clamp(1e-3, 1 - 1e-3).nan_to_num(0.5)), p.cdf.median)
     at_entry = high - share * (high - low) + (scales.quantile - tau * z) / slope
     guess = torch.where(edge, 0.5 * low + 0.5 * after + scales.quantile / slope, at_entry)
@@ -105,8 +105,8 @@ def narrow_pass(p: Problem, scales: Scales, at: Window, running: Tensor) -> tupl
     return moved, usable & ~found
 
 
-def _place(level: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Where a number lies between two others, from 0 to 1, counted in the numbers that there are."""
-    size = greatest(level)
-    key, first, last = (keys_of(v.clamp(-size, size)).to(level.dtype) for v in (level, low, high))
-    return (key - first) / (last - first)
+def _place(level: Tensor, low: Tensor, high: Tensor, unit: Tensor) -> Tensor:
+    """Where a number lies between two others, from 0 to 1, on a scale of sizes from the unit on."""
+    far = greatest(level)
+    level, low, high = (torch.asinh((v / unit).clamp(-far, far)) for v in (level, low, high))
+    return (level - low) / (high - low)

@@ -14,7 +14,7 @@ from khot._kernels.reference.tiles import tiles, two_sum
 __all__ = ["Walk", "walk_pass"]
 
 # Newton's method goes on while a pass divides the miss by this: in the first passes, and later
-SHRINK, SOON = (2.0, 8.0), 3
+SHRINK, SOON = (2.0, 8.0), 2
 # log P − log Q, beyond which it is left at once: for normal tails, a pass divides such a miss by 4 only
 FAR = 100.0
 

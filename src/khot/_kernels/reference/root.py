@@ -34,8 +34,8 @@ from khot._kernels.reference.narrow import Window, narrow_pass, window_of
 from khot._kernels.reference.newton import Walk, walk_pass
 from khot._kernels.reference.sample import LANES, guess_from, padded, sampled
 from khot._kernels.reference.search import Point, State, search_pass
-from khot._kernels.reference.survey import Problem, Scales, Survey, costs_of, per, quantile_of, scales_of
-from khot._kernels.reference.tiles import some, tiles
+from khot._kernels.reference.survey import Problem, Scales, Survey, per, quantile_of, scales_of
+from khot._kernels.reference.tiles import some
 from khot.cdfs import Normal
 
 __all__ = ["root"]
@@ -58,12 +58,12 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     batch, rows, n = p.tau.shape, p.tau.numel(), p.x.shape[-1]
     flat = [v.reshape(-1) for v in (*p.survey, p.budget, p.tau, live)]
-    survey, (budget, tau, live) = Survey(*flat[:8]), flat[8:]
+    survey, (budget, tau, live) = Survey(*flat[:-3]), flat[-3:]
     cost = None if p.cost is None else p.cost.reshape(rows, n)
     p = Problem(p.x.reshape(rows, n), cost, survey, budget, tau, *p[5:])
     scales = scales_of(p)
     low, high, guess, wide = _start(p, scales)
-    passes = torch.zeros_like(low) + 1 + p.by_value
+    passes = torch.ones_like(low)
     nowhere = torch.zeros_like(live)
     sample = None
     running = live & (wide > SPREAD)
@@ -95,7 +95,7 @@ def root(p: Problem, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     unknown = torch.full_like(low, math.nan)
     no_steps = low.new_full((*low.shape, 4 if p.cdf.full_support else 6), math.nan)
     left, right = (
-        Point(*end, sign, sign * math.inf, unknown, unknown, unknown, no_steps)
+        Point(*end, sign, sign * math.inf, unknown, unknown, unknown, unknown, no_steps)
         for end, sign in ((walk[2:5], zero + 1), (walk[5:8], zero - 1))
     )
     sample = padded(sampled(p, scales) if sample is None else sample)
@@ -153,13 +153,14 @@ def _start(p: Problem, scales: Scales) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Its quantiles are those of F where the noise dominates, and those of the normal distribution where the
     scores dominate.
     """
-    total, quantile = p.survey.total, scales.quantile
-    if p.by_value:
-        low, high, mean, square, ones = _by_value(p, quantile)
-    else:
-        low, high, mean, square, ones = *p.survey[4:], total
-        low, high = low - quantile - _pad(low, quantile, p.tau), high - quantile + _pad(high, quantile, p.tau)
-    far = greatest(low) / 4
+    total, quantile, far = p.survey.total, scales.quantile, greatest(p.tau) / 4
+    low, high, mean, square, cheapest = p.survey[4:]
+    ones = p.survey.entries if p.by_value else total
+    ends = quantile / cheapest, per(quantile, p.survey.dearest if p.by_value else None)
+    low, high = low.clamp(-far, far), high.clamp(-far, far)
+    size = torch.maximum(low.abs(), high.abs()) + (quantile.abs() + 2 * p.tau) / cheapest
+    pad = size * (18 * torch.finfo(size.dtype).eps)  # more than the rounding error of a level
+    low, high = low - torch.maximum(*ends) - pad, high - torch.minimum(*ends) + pad
     low, high = low.clamp(-far, far), high.clamp(-far, far)
     mean, ones = mean / total, ones / total
     variance = (square / total - mean * mean).clamp(min=0)
@@ -169,23 +170,3 @@ def _start(p: Problem, scales: Scales) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     guess = mean - p.tau * p.cdf.mean * ones - unit * torch.sqrt(variance + noise)
     guess = torch.maximum(torch.minimum(guess.nan_to_num(0, 0, 0), high), low)
     return low, high, guess, torch.sqrt(variance / noise).nan_to_num(math.inf)
-
-
-def _pad(x: Tensor, quantile: Tensor, tau: Tensor) -> Tensor:
-    """More than the rounding error of a level."""
-    return (x.abs() + quantile.abs() + 2 * tau) * (18 * torch.finfo(tau.dtype).eps)
-
-
-def _by_value(p: Problem, quantile: Tensor) -> list[Tensor]:
-    """A pass for bounds of the root, Σ w (x/w), Σ w (x/w)², and Σ w/w."""
-    zero, quantile, tau = torch.zeros_like(p.tau), quantile.unsqueeze(-1), p.tau.unsqueeze(-1)
-    low, high, mean, square, ones = zero + math.inf, zero - math.inf, zero, zero, zero
-    for part, tile in tiles(p.x):
-        w, x, a = costs_of(p, part, tile)
-        counts, level, pad = w > 0, per(x - quantile, a), per(_pad(x, quantile, tau), a)
-        low = torch.minimum(low, (level - pad).where(counts, math.inf).amin(-1))
-        high = torch.maximum(high, (level + pad).where(counts, -math.inf).amax(-1))
-        mean, square = mean + x.sum(-1), square + per(x * x, a).sum(-1)
-        ones = ones + counts.sum(-1)
-    mean, square, ones, low, high = p.row.reduce([mean, square, ones], [-low, high])
-    return [-low, high, mean, square, ones]

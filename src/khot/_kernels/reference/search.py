@@ -26,6 +26,8 @@ __all__ = ["Point", "State", "search_pass"]
 # ranks, among the sampled entries, next to the one at which the budget is spent
 RANKS = (0, -1, 1, -2, 2, -3, 4, -5, 8, -9, 16, -17)
 
+BY_LOGS, BY_LOGIT = 1, 2  # of the steps of a point, those that take log_ratio and logit for lines
+
 
 class Point(NamedTuple):
     """Evaluations, of shape (*batch, K), or the ends of the bracket, of the batch shape."""
@@ -38,6 +40,7 @@ class Point(NamedTuple):
     logit: Tensor  # logit(C/W) − logit(B/W)
     excess: Tensor  # P − Q
     slope: Tensor  # Σ w a f
+    grain: Tensor  # so small a step from here changes no z by more than its rounding, 0 if unknown
     steps: Tensor  # (..., M): where the rules say that the root is, relative to this point
 
 
@@ -68,8 +71,11 @@ def search_pass(p: Problem, scales: Scales, state: State, running: Tensor) -> tu
     best_hi = torch.where(better, _pick(ends[0], index), state.best_hi)
     best_lo = torch.where(better, _pick(ends[1], index), state.best_lo)
     best = torch.where(better, value, state.best)
-    # where no point lies between the ends, the root is known to the last digit
-    running = running & ~done.any(-1) & (found | fresh)
+    # Where no point lies between the ends, or none at which a z differs, the root is known to the last digit.
+    width = (right.hi - left.hi) + (right.lo - left.lo)
+    grain = torch.minimum(left.grain, right.grain)
+    settled = (width <= grain) & grain.isfinite()
+    running = running & ~done.any(-1) & (found | fresh) & ~settled
     state = State(left, right, sample, torch.zeros_like(fresh), best_hi, best_lo, best)
     return state, running
 
@@ -117,11 +123,17 @@ def _shift(point: Point, steps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _between(p: Problem, left: Point, right: Point, width: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Points from both ends together: secants, and where one end lies on a plateau of slow entries."""
+    """Points from both ends together: secants and cubics, and for one end on a plateau of slow entries."""
     secants = []
-    for l_value, r_value in ((left.log_ratio, right.log_ratio), (left.logit, right.logit)):
+    for l_value, r_value, rule in (
+        (left.log_ratio, right.log_ratio, BY_LOGS),
+        (left.logit, right.logit, BY_LOGIT),
+    ):
         share = l_value / (l_value - r_value)
-        secants.append(_shift(left, (width * share).unsqueeze(-1)))
+        # and the cubic through both ends, with their slopes, of the inverse function
+        outer = right.steps[..., rule] + (3 - 2 * share) * width
+        cubic = (1 - share).square() * left.steps[..., rule] + share.square() * outer
+        secants += [_shift(left, v.unsqueeze(-1)) for v in (width * share, cubic)]
     jump = left.excess - right.excess
     off_right = -p.tau * jump / right.slope * torch.log(jump / left.excess)
     off_left = p.tau * jump / left.slope * torch.log(jump / -right.excess)
@@ -413,7 +425,7 @@ def _conclude(
     done = miss == 0
     digits = 4 * eps + 8 * eps * log_P.abs().clamp(max=large(hi))
     if s.edges is None:
-        done = done | (ratio.abs() <= digits)
+        done, grain = done | (ratio.abs() <= digits), torch.zeros_like(hi)
         jump = (change * bend < eps / 4) & (bend < 1e-7)
         move = plain.where(jump & ~done, 0)
     else:
@@ -422,6 +434,7 @@ def _conclude(
         # f'/f is of the order of 1/z next to the edges of the support
         bend = torch.maximum(bend, 16 * plain.abs() / room)
         jump = ((change * bend < eps / 4) & (bend < 1e-7)) | ((plain.abs() < room) & (change < 8 * eps))
+        grain = -s.edges.leave0 * (eps / 4)
         # without float64 a share has no more digits than that
         near = min(64 * eps, 5e-7)
         done = excess.abs() <= near * s.edges.least_cost()
@@ -437,7 +450,7 @@ def _conclude(
         unknown = (off.abs() * sum(rates) <= tau * digits) | (log_P <= -large(hi))
         equal = done & (over == 0) & (digits > 64 * eps) & unknown
         ends = torch.where(equal, middle[0], ends[0]), torch.where(equal, middle[1], ends[1])
-    points = Point(hi, lo, over, miss, ratio, logit, excess, absolute, torch.stack(steps, -1))
+    points = Point(hi, lo, over, miss, ratio, logit, excess, absolute, grain, torch.stack(steps, -1))
     return points, done | jump, ends
 
 

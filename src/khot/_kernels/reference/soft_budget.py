@@ -60,7 +60,7 @@ def soft_budget(
         w = widen(cost[..., part])
         there = tile != -math.inf
         bad = bad + (tile.isnan() | (there & ~((w >= 0) & (w < math.inf)))).sum(-1)
-        survey = add(survey, tile, w.where(tile.isfinite() & (w > 0), 0))
+        survey = add(survey, tile, w.where(tile.isfinite() & (w > 0), 0), by_value)
         pinned = pinned + w.where(tile == math.inf, 0).sum(-1)
     survey, (pinned, bad) = of_row(survey, row, pinned, bad)
     free = survey.total

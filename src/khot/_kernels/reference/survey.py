@@ -44,10 +44,12 @@ class Survey(NamedTuple):
     dearest: Tensor
     total: Tensor  # the sum of the costs, with the next digits of it in:
     digits: Tensor
-    low: Tensor  # the least x
+    # Of x or, by value, of x/w:
+    low: Tensor  # the least
     high: Tensor
-    mean: Tensor  # the sums of w x and w x²
-    square: Tensor
+    mean: Tensor  # the sums, each times w
+    square: Tensor  # of the squares
+    cheapest: Tensor  # the least cost; 1 by score
 
 
 class Problem(NamedTuple):
@@ -116,18 +118,23 @@ def scales_of(p: Problem) -> Scales:
 
 def nothing(zero: Tensor) -> Survey:
     """The survey of no entries."""
-    return Survey(zero, zero, zero, zero, zero + math.inf, zero - math.inf, zero, zero)
+    return Survey(zero, zero, zero, zero, zero + math.inf, zero - math.inf, zero, zero, zero + math.inf)
 
 
-def add(seen: Survey, x: Tensor, w: Tensor | None) -> Survey:
+def add(seen: Survey, x: Tensor, w: Tensor | None, by_value: bool = False) -> Survey:
     """The survey with the entries of a tile; their costs w are 0 where they take no part, or None for 1."""
     counts = x.isfinite() if w is None else w > 0
+    cheapest = torch.ones_like(seen.cheapest)
+    if by_value:
+        assert w is not None
+        cheapest = torch.minimum(seen.cheapest, w.where(counts, math.inf).amin(-1))
+        x = x / w.where(counts, 1)
     low = torch.minimum(seen.low, x.where(counts, math.inf).amin(-1))
     high = torch.maximum(seen.high, x.where(counts, -math.inf).amax(-1))
     x = x.where(counts, 0)
     count, weighted = widen(counts.sum(-1)), times(x, w)
     entries, mean, square = seen.entries + count, weighted.sum(-1), (weighted * x).sum(-1)
-    moments = low, high, seen.mean + mean, seen.square + square
+    moments = low, high, seen.mean + mean, seen.square + square, cheapest
     if w is None:
         return Survey(entries, torch.ones_like(entries), entries, seen.digits, *moments)
     dearest = w.amax(-1)
@@ -140,18 +147,19 @@ def of_row(survey: Survey, row: Row, *sums: Tensor) -> tuple[Survey, list[Tensor
     """The same over the row instead of a shard of it, and other sums with it."""
     if row.here:
         return survey, list(sums)
-    entries, dearest, *totals, low, high, mean, square = survey
+    entries, dearest, *totals, low, high, mean, square, cheapest = survey
     slots = [row.slots(v) for v in totals]  # type: ignore[attr-defined]
-    entries, mean, square, *slots, dearest, low, high = row.reduce(
-        [entries, mean, square, *slots, *sums], [dearest, -low, high]
+    entries, mean, square, *slots, dearest, low, high, cheapest = row.reduce(
+        [entries, mean, square, *slots, *sums], [dearest, -low, high, -cheapest]
     )
     total, digits = _sum_of_two([*slots[0].unbind(-1), *slots[1].unbind(-1)])
-    return Survey(entries, dearest, total, digits, -low, high, mean, square), slots[2:]
+    return Survey(entries, dearest, total, digits, -low, high, mean, square, -cheapest), slots[2:]
 
 
 def one_entry(survey: Survey, live: Tensor) -> Survey:
     """The survey with that of a single entry, 0 of cost 1, in the rows that are not live."""
-    return Survey(*(v.where(live, one) for v, one in zip(survey, (1, 1, 1, 0, 0, 0, 0, 0), strict=True)))
+    ones = (1, 1, 1, 0, 0, 0, 0, 0, 1)
+    return Survey(*(v.where(live, one) for v, one in zip(survey, ones, strict=True)))
 
 
 def cut(w: Tensor, slices: tuple[Tensor, Tensor]) -> list[Tensor]:
