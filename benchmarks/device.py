@@ -93,6 +93,11 @@ def balanced(x: Tensor, k: float, tau: float) -> Tensor:
     return khot.soft_assign(x, k, tau=tau)
 
 
+def spent(x: Tensor, budget: float, tau: float, by: Any) -> Tensor:
+    """A budget for costs that differ by as much as a decade."""
+    return khot.soft_budget(x, 1 + x.detach().flip(-1).abs(), budget, tau=tau, by=by)
+
+
 class Route(NamedTuple):
     """One way through the kernels of an operator, which may be called in another way than in the table."""
 
@@ -125,6 +130,23 @@ ROUTES = [
     Route("split magnitudes, small τ", 2, 300_001, 64, tau=0.01, operator="soft_topk_magnitude-2.00"),
     Route("split magnitudes, p = 4/3", 2, 300_001, 64, operator="soft_topk_magnitude-1.33"),
     Route("a row of magnitudes in millions", 1, 6_300_000, 64, operator="soft_topk_magnitude-2.00"),
+    *(
+        Route(
+            f"a budget split over programs, by {by}, τ = {tau:g}, of ({rows:,}, {n:,})",
+            rows,
+            n,
+            budget,
+            tau,
+            operator="soft_budget-logistic-score",
+            call=partial(spent, by=by),
+        )
+        for rows, n, budget, tau in (
+            (2, 300_001, 30_000, 1.0),
+            (2, 300_001, 100, 0.01),
+            (1, 6_300_000, 64, 1.0),
+        )
+        for by in ("score", "value")
+    ),
     *(
         Route(f"assignment, τ = {tau:g}", 4_096, 64, 2, tau, operator="soft_assign-logistic", call=balanced)
         for tau in (1.0, 0.001)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import device, report, resources, resources_draws
+from khot._kernels.triton import split_budget
 
 RESULTS = Path(__file__).parent / "results"
 SHORTEST = 2e-6  # seconds of a kernel: the softmax of (4096, 64), as measured
@@ -47,6 +48,19 @@ class Measured(NamedTuple):
 
 SEED = Kernel("")  # any kernel that takes no longer than the shortest one
 N64, N8192, N6M = 4_096 * 64, 4_096 * 8_192, 6_300_000
+
+
+def budget(by: str, evaluations: int) -> list[Kernel | Measured]:
+    """Of few long rows: a fill, what weighs, evaluations and those that return at once, what rescues and what
+    writes."""
+    step = Kernel(f"_spend_parts logistic, by {by}", N6M, 8 * N6M)
+    return [
+        SEED, Kernel(f"_weigh_budget_parts logistic, by {by}", N6M, 8 * N6M), *[step] * evaluations,
+        *[SEED] * (split_budget.STEPS - evaluations), SEED,
+        Kernel(f"_write_budget_parts logistic, by {by}", N6M, 12 * N6M),
+    ]  # fmt: skip
+
+
 #: By table and line, the launches forward of what is newer than the measurement.
 MODELS: dict[tuple[str, str], list[Kernel | Measured]] = {
     (SHORT, "quantile"): [Measured(SHORT, "kth_value"), Kernel("_interpolate", 4_096, 4_096 * 12)],
@@ -67,6 +81,9 @@ MODELS: dict[tuple[str, str], list[Kernel | Measured]] = {
         SEED, Kernel("", N6M, 4 * N6M), Kernel("", N6M, 4 * N6M),
         Kernel("_target_parts logistic", N6M, 4 * N6M), Kernel("_loss_parts logistic", N6M, 8 * N6M),
     ],
+    # of a million normal scores the interpreter counts one evaluation by score, and two by value
+    (FEW, "soft_budget, by score"): budget("score", 1),
+    (FEW, "soft_budget, by value"): budget("value", 2),
     # few rows take what `_finish_parts` and `_write_sizes` have for other rows
     (FEW, "soft_topk_magnitude"): [
         SEED, Kernel("_sum_parts p = 2", N6M, 4 * N6M), Kernel("_sum_parts p = 2", N6M, 4 * N6M),

@@ -41,6 +41,7 @@ from khot._kernels.triton import (
     resident_budget_backward,
     sorts,
     split,
+    split_budget,
     split_budget_backward,
     split_losses,
     split_magnitude,
@@ -146,10 +147,15 @@ def cases() -> list[Case]:
         *(_magnitude(*case) for case in MAGNITUDES),
         *(_split_magnitude(*case) for case in SPLIT_MAGNITUDES),
         *(
-            _split_budget(kernel, cdf, by, bound)
-            for kernel, bounds in (
-                (split_budget_backward._pull_budget_parts, (330, 340, 580)),
-                (split_budget_backward._budget_gradient_parts, (52, 55, 55)),
+            _split_budget(kernel, cdf, by, bound, first)
+            for kernel, first, bounds in (
+                (split_budget._weigh_budget_parts, False, (165, 210, 215)),
+                (split_budget._spend_parts, True, (290, 365, 290)),
+                (split_budget._spend_parts, False, (190, 195, 140)),
+                (split_budget._rescue_budgets, False, (670, 800, 960)),
+                (split_budget._write_budget_parts, False, (100, 76, 190)),
+                (split_budget_backward._pull_budget_parts, False, (330, 340, 580)),
+                (split_budget_backward._budget_gradient_parts, False, (52, 55, 55)),
             )
             for (cdf, by), bound in zip(
                 (("logistic", "score"), ("logistic", "value"), ("power", "value")), bounds, strict=True
@@ -449,19 +455,24 @@ def _split_magnitude(kernel: Any, p: float, bound: float, spills: int) -> Case:
     )  # fmt: skip
 
 
-def _split_budget(kernel: Any, cdf: str, by: str, bound: float) -> Case:
-    """A part of a row, in float32; and the whole row in float64."""
+def _split_budget(kernel: Any, cdf: str, by: str, bound: float, first: bool) -> Case:
+    """A part of a row, in float32; and, where one program does that, the whole row in float64. The first
+    evaluation is of a budget at most."""
     F, cut = cdfs.Power(4 / 3) if cdf == "power" else cdfs.resolve(cdf), layout.cut(1, 6_300_000)
+    whole = kernel is split_budget._rescue_budgets
+    pieces, width, warps = split_budget.PIECES, cut.width, cut.warps
+    if whole:
+        _, pieces, width, warps, _ = layout.STREAMED_PAIRS
     constants = {
-        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "BY": exact_sums.BY[by], "AT_MOST": False,
-        "ASKED": False, "PIECES": split_budget_backward.PIECES, "WIDTH": cut.width, "PARTS": 1024,
-        "CHUNK": layout.RESCUE * cut.warps, "tau_pointer": None, "tau_stride": 0, "grad_lo_pointer": None,
-        "grad_lo_stride": 0, "grad_column": 1, "cost_column": 1,
+        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "BY": exact_sums.BY[by], "AT_MOST": first,
+        "FIRST": first, "ASKED": False, "PIECES": pieces, "WIDTH": width, "PARTS": 1024,
+        "CHUNK": layout.RESCUE * warps, "tau_pointer": None, "tau_stride": 0, "grad_lo_pointer": None,
+        "grad_lo_stride": 0, "budget_pointer": None, "budget_stride": 0, "grad_column": 1, "cost_column": 1,
     }  # fmt: skip
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    held = split_budget_backward.PIECES * cut.width
+    shape = f"{cdf}, by {by}" + (", first" if first else "")
     return Case(
-        kernel, f"{cdf}, by {by}", constants, cut.warps, held / 32 / cut.warps, bound, limited=True,
+        kernel, shape, constants, warps, pieces * width / 32 / warps, bound, limited=True,
         multiples=("x_stride", "cost_row", "grad_row", "n_columns", "length"),
     )  # fmt: skip
 
@@ -671,6 +682,10 @@ OWN_TYPES = {
     **{
         kernel.fn.__name__: {"y_pointer": "*fp32", "counter_pointer": "*i32"}
         for kernel in split_magnitude.KERNELS
+    },
+    **{
+        kernel.fn.__name__: {"counter_pointer": "*i32", "done_pointer": "*i32"}
+        for kernel in (*split_budget.KERNELS, *split_budget_backward.KERNELS)
     },
     "_project": SORTED | {"stop_pointer": "*i32"},
     "_pull": {

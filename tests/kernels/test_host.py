@@ -188,7 +188,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         [1, 0], [1, 0],
     ),
     "soft_budget (1, 1_000_000)": (
-        (1, 1_000_000), lambda x: khot.soft_budget(x, x.detach(), 8.0), [1, 0], [2, 1],
+        (1, 1_000_000), lambda x: khot.soft_budget(x, x.detach(), 8.0), [9, 1], [2, 1],
     ),
     "budget_mask": ((4096, 64), lambda x: khot.budget_mask(x, x.detach(), 8.0), [1, 0], [0, 0]),
     "budget_mask (64, 8_192)": (

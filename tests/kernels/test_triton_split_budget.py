@@ -1,4 +1,4 @@
-"""Gradients of soft budgets of rows that many programs share, under Triton's interpreter."""
+"""Soft budgets of rows that many programs share, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from budget_rows import CDFS, check_gradients, far, numbers, table
+from budget_rows import CDFS, check_gradients, check_rows, far, numbers, table
 from khot._kernels.reference import soft_budget as reference
 from noted import Launches
 
@@ -21,7 +21,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-NAMES = ("_pull_budget_parts", "_budget_gradient_parts")
+STEPS = 6  # launches that evaluate
+FORWARD = ("_weigh_budget_parts", "_spend_parts", "_rescue_budgets", "_write_budget_parts")
+BACKWARD = ("_pull_budget_parts", "_budget_gradient_parts")
 every_form = pytest.mark.parametrize("by", ["score", "value"])
 
 
@@ -32,7 +34,9 @@ def test_rows_of_every_kind(split: ModuleType, cdf: str, by: str, tau: float) ->
     """Masked, certain, free and dear entries, and budgets that nothing or everything meets; of which float32
     does a part."""
     x, w, budget = (v[::47] for v in table(61, torch.float32, (0.0, 0.02, 0.3, 0.5, 1.0)))
-    check_gradients(split, x, w, budget, tau, cdf, by, cdf in ("logistic", "uniform"))
+    at_most = cdf in ("logistic", "uniform")
+    check_rows(split, x, w, budget, tau, cdf, by, at_most)
+    check_gradients(split, x, w, budget, tau, cdf, by, at_most)
 
 
 @every_form
@@ -40,18 +44,23 @@ def test_rows_of_every_kind(split: ModuleType, cdf: str, by: str, tau: float) ->
 def test_sizes_around_the_limits(split: ModuleType, by: str, n: int) -> None:
     g = torch.Generator().manual_seed(n)
     x, w = torch.randn(3, n, generator=g), torch.rand(3, n, generator=g) + 0.1
-    check_gradients(split, x, w, w.sum(-1).double() * torch.tensor([0.1, 0.5, 0.8]), 0.5, "normal", by, False)
+    budget = w.sum(-1).double() * torch.tensor([0.1, 0.5, 0.8])
+    check_rows(split, x, w, budget, 0.5, "normal", by, False)
+    check_gradients(split, x, w, budget, 0.5, "normal", by, False)
 
 
 @every_form
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 def test_a_bad_entry_spoils_its_row_and_no_other(split: ModuleType, by: str, bad: float) -> None:
-    """A NaN among the scores, and an infinite gradient."""
+    """A NaN among the scores, forward, too; and an infinite gradient."""
     g = torch.Generator().manual_seed(0)
     x, w, v = torch.randn(2, 45, generator=g), torch.rand(2, 45, generator=g) + 0.1, torch.ones(2, 45)
     (x if bad != bad else v)[0, 40] = bad
     rest = (*numbers(0.5), "logistic", 0.0, by, False)
-    _, hi, lo = reference.soft_budget(x.double(), w.double(), w.sum(-1).double() / 3, *rest)
+    budget = w.sum(-1).double() / 3
+    want, hi, lo = reference.soft_budget(x.double(), w.double(), budget, *rest)
+    y, *_ = split.soft_budget(x, w, budget, *rest)
+    assert (far(y, want.float()) <= 5e-7).all() and bool(y[0].isnan().all()) == (bad != bad)
     given = (torch.zeros(2).double(), x, w, hi, lo, *rest)
     for got, want in zip(
         split.soft_budget_backward(v, *given), reference.soft_budget_backward(v.double(), *given), strict=True
@@ -67,7 +76,11 @@ def test_layouts_and_tensors_of_numbers(split: ModuleType, by: str) -> None:
     x, w = torch.randn(40, 3, generator=g).T, torch.rand(40, generator=g) + 0.5
     tau, one = torch.tensor([0.3, 1.0, 2.0]).double(), torch.ones(()).expand(3, 40)
     rest = (tau, "laplace", 0.0, by, False)
-    _, hi, lo = reference.soft_budget(x.double(), w.double(), torch.tensor([3.0, 9.0, 20.0]).double(), *rest)
+    budget = torch.tensor([3.0, 9.0, 20.0]).double()
+    y, hi, lo = reference.soft_budget(x.double(), w.double(), budget, *rest)
+    assert (far(split.soft_budget(x, w, budget, *rest)[0], y) <= 5e-7).all()
+    y, *_ = reference.soft_budget(x.double(), w.double(), budget[1], *rest)
+    assert (far(split.soft_budget(x, w, budget[1], *rest)[0], y) <= 5e-7).all()
     given = (one, torch.ones(()).double(), x, w, hi, lo, *rest)
     for got, want in zip(
         split.soft_budget_backward(*given), reference.soft_budget_backward(*given), strict=True
@@ -81,7 +94,10 @@ def test_half_precision(split: ModuleType, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     x, w, v = (torch.rand(2, 40, generator=g).to(dtype) + 0.1 for _ in range(3))
     rest = (*numbers(0.5), "logistic", 0.0, "value", False)
-    _, hi, lo = reference.soft_budget(x.double(), w.double(), w.sum(-1).double() / 3, *rest)
+    budget = w.sum(-1).double() / 3
+    y, hi, lo = reference.soft_budget(x.double(), w.double(), budget, *rest)
+    found, *_ = split.soft_budget(x, w, budget, *rest)
+    assert found.dtype == dtype and (far(found.double(), y) <= 2 * torch.finfo(dtype).eps).all()
     got = split.soft_budget_backward(v, torch.zeros(()), x, w, hi, lo, *rest)
     want = reference.soft_budget_backward(v.double(), torch.zeros(()), x.double(), w.double(), hi, lo, *rest)
     for a, b in zip(got, want, strict=True):
@@ -90,9 +106,61 @@ def test_half_precision(split: ModuleType, dtype: torch.dtype) -> None:
     assert got[0].dtype == got[1].dtype == dtype
 
 
-def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_form
+def test_a_budget_at_most(split: ModuleType, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """Of which t = 0 spends less, as much, a little more, and more; or which pays for everything."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(40, generator=g).expand(5, 40), torch.rand(40, generator=g).expand(5, 40) + 0.1
+    spent = (w.double() * x.double().sigmoid()).sum(-1)
+    budget = spent * torch.tensor([1.1, 9.0, 0.999, 0.5, 1.0]).double()
+    check_rows(split, x, w, budget, 1.0, "logistic", by, True)
+    monkeypatch.setattr(split.split_budget, "find_exactly", None)  # which only the last row needs
+    _, hi, _ = split.soft_budget(x[:4], w[:4], budget[:4], *numbers(1.0), "logistic", 0.0, by, True)
+    assert (hi > 0).tolist() == [False, False, True, True] and (hi[:2] == 0).all()
+
+
+@every_form
+@pytest.mark.parametrize(("cdf", "tau"), [("logistic", 0.1), ("power", 1.0)])
+def test_ordinary_rows_need_no_program_of_their_own(
+    split: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, tau: float, by: str
+) -> None:
+    """Costs of each part in a unit of its own; and what follows the last step goes on where that ended."""
+    noted = Launches(split.split_budget, FORWARD[:3], monkeypatch)
+    g = torch.Generator().manual_seed(1)
+    x, w = (
+        torch.randn(2, 200, generator=g),
+        (torch.rand(2, 200, generator=g) + 0.1) * 2.0 ** (torch.arange(200) // 64),
+    )
+    budget = w.double().sum(-1) * torch.tensor([0.05, 0.4])
+
+    def none(*_: object, **__: object) -> None:
+        raise AssertionError("a row was searched in float64")
+
+    monkeypatch.setattr(split.split_budget, "find_exactly", none)
+    for steps in (STEPS, 1):
+        monkeypatch.setattr(split.split_budget, "STEPS", steps)
+        check_rows(split, x, w, budget, tau, cdf, by, False)
+        status = noted.given["_spend_parts"]["status"]
+        assert all(s == split.split_budget.DONE.value for s in status) == (steps == STEPS)
+    assert noted.given["_rescue_budgets"]["status"] == [split.split_budget.DONE.value] * 2
+
+
+def test_launches_forward(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
-    noted = Launches(split.split_budget_backward, NAMES, monkeypatch)
+    noted = Launches(split.split_budget, FORWARD, monkeypatch)
+    x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    for cost, status in ((x.abs(), split.split_budget.DONE), (x.abs() * 0, split.split_budget.CAREFUL)):
+        y, *_ = split.soft_budget(x, cost, *numbers(0.3, 1.0), "logistic", 0.0, "score", True)
+        assert y.isfinite().all()
+        assert noted.given["_spend_parts"]["counter_pointer"].tolist() == [0]
+        assert noted.given["_rescue_budgets"]["status"] == [status.value]
+    weigh, spend, rescue, write = FORWARD
+    assert noted.names == [weigh, *[spend] * STEPS, rescue, write] * 2
+
+
+def test_launches_backward(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
+    noted = Launches(split.split_budget_backward, BACKWARD, monkeypatch)
     x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     rest = (*numbers(1.0), "logistic", 0.0, "score", False)
     for hi in (0.3, 500.0):  # the second is far from all entries, so that float64 serves it
@@ -100,6 +168,6 @@ def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
             x, *numbers(0.0), x, x.abs(), torch.tensor([hi]).double(), torch.zeros(1).double(), *rest
         )
         assert all(v.isfinite().all() for v in found)
-        assert noted.given[NAMES[0]]["counter_pointer"].tolist() == [0]
-        assert noted.given[NAMES[0]]["done_pointer"].tolist() == [int(hi > 1)]
-    assert noted.names == [*NAMES] * 2
+        assert noted.given[BACKWARD[0]]["counter_pointer"].tolist() == [0]
+        assert noted.given[BACKWARD[0]]["done_pointer"].tolist() == [int(hi > 1)]
+    assert noted.names == [*BACKWARD] * 2

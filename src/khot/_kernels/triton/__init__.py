@@ -17,8 +17,9 @@ common, `magnitude` those of rows of one program, `split_magnitude` those of row
 `exact_magnitude` the search in float64.
 
 Soft budgets by score go the same way: the entries of `resident_budget` and `resident_budget_backward` are
-pairs of scores and costs, which `costs` adds up for `threshold`. `split_budget_backward` has the gradients of
-rows of many programs, and `budget` decides which kernels a batch of budgets takes.
+pairs of scores and costs, which `costs` adds up for `threshold`. `split_budget` and
+`split_budget_backward` have the rows of many programs, and `budget` decides which kernels a batch of budgets
+takes.
 
 `exact` is the search in float64, for float64 scores, for those rows, and for other budgets: `exact_sums` has
 its passes over the entries, `exact_backward` the gradients, and `exact_split` takes the float32 threshold of

@@ -1,7 +1,7 @@
 """Which kernels take a batch of soft budgets: the one place that decides it.
 
-- Of float32 and narrower: `resident_budget` and `resident_budget_backward`; the gradients of few rows that
-  are longer than `layout.STREAMED`: `split_budget_backward`, where programs share a row.
+- Of float32 and narrower: `resident_budget` and `resident_budget_backward`; for few rows that are longer than
+  `layout.STREAMED`, `split_budget` and `split_budget_backward`, where programs share a row.
 - Of float64: `exact` and `exact_backward`.
 """
 
@@ -18,6 +18,7 @@ from khot._kernels.triton import (
     layout,
     resident_budget,
     resident_budget_backward,
+    split_budget,
     split_budget_backward,
 )
 
@@ -37,7 +38,8 @@ def soft_budget(
     goal, tau_row = (*amount, layout.rest(budget, amount)), layout.values(tau, batch, x.device)
     slack = reference.SLACK * torch.finfo(cost.dtype).eps
     if _in_float32(x, cost):
-        resident_budget.soft_budget(
+        kernels = split_budget if layout.splits(hi.numel(), n) else resident_budget
+        kernels.soft_budget(
             source, prices, goal, tau_row, y, hi, lo, hi.numel(), n, F, by=by, at_most=at_most, slack=slack
         )  # fmt: skip
     else:

@@ -23,8 +23,7 @@ from khot._kernels.triton.terms import NORMAL_UNIT, PHI, term_count, terms
 
 __all__ = [
     "as_bits",
-    "grain",
-    "least_mass",
+    "digits",
     "levels",
     "load_pair",
     "moment_count",
@@ -40,12 +39,18 @@ DIGITS = 24  # of float32
 INFINITE = tl.constexpr(0x7F800000)  # the bits of +inf: those of NaN and of negative numbers are greater
 
 
-def grain(n: int) -> float:
-    """A number g for which (w + g) − g is the multiple of 2^-q next to w, for rows of n entries."""
+def digits(n: int, together: int) -> tuple[float, float]:
+    """The grain, and the floor of Σ w f (:func:`.threshold.iterate`), of rows of n entries, so many of which
+    are summed together in float32."""
+    return _grain(min(n, together)), _least_mass(n, together)
+
+
+def _grain(n: int) -> float:
+    """A number g for which (w + g) − g is the multiple of 2^-q next to w, for sums over n entries."""
     return 1.5 * 2.0 ** (DIGITS - 1 - _places(n))
 
 
-def least_mass(n: int, together: int) -> float:
+def _least_mass(n: int, together: int) -> float:
     """How large Σ w f has to be, lest the rounding of sums over the second parts moves y by more than 1e-7;
     in a row of n entries, so many of which are summed together.
 

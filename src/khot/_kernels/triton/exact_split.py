@@ -52,7 +52,7 @@ from khot._kernels.triton.functions import (
     place,
 )
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.split import BASE, HOPELESS, LEFT, STATE, STATUS, last_of_row, solve
+from khot._kernels.triton.split import BASE, HOPELESS, LEFT, STATE, STATUS, last_of_row, of_parts, solve
 
 __all__ = ["KERNELS", "soft_topk", "soft_topk_backward"]
 
@@ -99,15 +99,9 @@ def _leave_sums(left, parts, source, threshold, CDF: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit
-def _of_parts(left, number, parts, PARTS: tl.constexpr, other):
-    part = tl.arange(0, PARTS)
-    return tl.load(left + number * parts + part, mask=part < parts, other=other, cache_modifier=".cg")
-
-
-@triton.jit
 def _relative_sum(left, number, parts, own, near, PARTS: tl.constexpr, CDF: tl.constexpr):
     """The sum of what parts left relative to their own nearest entries, relative to the nearest of them."""
-    v = _of_parts(left, number, parts, PARTS, 0.0)
+    v = of_parts(left, number, parts, PARTS, 0.0)
     own = tl.where(v > 0, own, near)
     return tl.sum(tl.where(v > 0, v * tl.exp(log_scales(near, own, CDF)), 0.0), axis=0)
 
@@ -115,9 +109,9 @@ def _relative_sum(left, number, parts, own, near, PARTS: tl.constexpr, CDF: tl.c
 @triton.jit
 def _step(left, parts, hi, lo, k, tau, power, PARTS: tl.constexpr, CDF: tl.constexpr):
     """t after the step that the sums of all parts call for, and whether it is short enough to be the last."""
-    over = tl.sum(_of_parts(left, 0, parts, PARTS, 0.0), axis=0) - k
-    ups = _of_parts(left, 5, parts, PARTS, float("inf"))
-    downs = _of_parts(left, 6, parts, PARTS, float("inf"))
+    over = tl.sum(of_parts(left, 0, parts, PARTS, 0.0), axis=0) - k
+    ups = of_parts(left, 5, parts, PARTS, float("inf"))
+    downs = of_parts(left, 6, parts, PARTS, float("inf"))
     up, down = tl.min(ups, axis=0), tl.min(downs, axis=0)
     if full_support(CDF):
         near = (finite(up), finite(down))
@@ -140,7 +134,7 @@ def _step(left, parts, hi, lo, k, tau, power, PARTS: tl.constexpr, CDF: tl.const
         new_hi, new_lo = two_sum(hi, lo + step * tau)
     else:
         _, step, _ = differences(over, tails, power, CDF)
-        crossing = tl.sum(_of_parts(left, 7, parts, PARTS, 0.0), axis=0)
+        crossing = tl.sum(of_parts(left, 7, parts, PARTS, 0.0), axis=0)
         last = (tl.abs(step) <= SHORT) & (crossing * tl.abs(step) <= EXACT * (tails[2] + tails[3]))
         new_hi, new_lo = two_sum(hi, lo + step * tau)
         if (
@@ -228,16 +222,16 @@ def _pull_fine(
     for i in tl.static_range(PULLED):
         tl.store(left + i * parts + part, numbers[i])
     if last_of_row(counter_pointer + row, parts):
-        nears = _of_parts(left, 0, parts, PARTS, FARTHEST_Z)
+        nears = of_parts(left, 0, parts, PARTS, FARTHEST_Z)
         near = tl.min(nears, axis=0)
         scale = tl.exp(log_scales(near, nears, CDF))
-        priced = _of_parts(left, 2, parts, PARTS, 0.0)
+        priced = of_parts(left, 2, parts, PARTS, 0.0)
         totals = (
-            tl.sum(_of_parts(left, 1, parts, PARTS, 0.0) * scale, axis=0),
+            tl.sum(of_parts(left, 1, parts, PARTS, 0.0) * scale, axis=0),
             tl.sum(priced * scale if OUTPUT == VALUE else priced, axis=0),
-            tl.sum(_of_parts(left, 3, parts, PARTS, 0.0), axis=0),
-            tl.sum(_of_parts(left, 4, parts, PARTS, 0.0), axis=0),
-            tl.sum(_of_parts(left, 5, parts, PARTS, 0.0) * scale, axis=0),
+            tl.sum(of_parts(left, 3, parts, PARTS, 0.0), axis=0),
+            tl.sum(of_parts(left, 4, parts, PARTS, 0.0), axis=0),
+            tl.sum(of_parts(left, 5, parts, PARTS, 0.0) * scale, axis=0),
         )
         x_at = x_pointer + row * x_stride
         dk, dtau, spread, gap = settle_pull(

@@ -18,6 +18,7 @@ __all__ = [
     "exact_total",
     "fma",
     "half_with_sign",
+    "inverse_of",
     "joined",
     "log2",
     "plus",
@@ -47,6 +48,13 @@ def reciprocal(x):
         )
     else:
         return 1.0 / x
+
+
+@triton.jit
+def inverse_of(x):
+    """1/x to the last digit."""
+    guess = reciprocal(x)
+    return guess * (2 - x * guess)
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def held(tile: Tile, n: int) -> dict[str, Any]:
 def pair_tile(rows: int, n: int) -> Tile:
     """The same for entries that are pairs: 4 to 16 per thread, 8 at a time of a row longer than `PAIRS`."""
     if n > PAIRS:
-        return Tile(1, 2, 2048, 16, True)
+        return STREAMED_PAIRS
     held = tile(rows, n)
     if held.pieces <= 4:
         return held
@@ -107,6 +107,10 @@ def pair_tile(rows: int, n: int) -> Tile:
 def splits(rows: int, n: int) -> bool:
     """Whether a row is split over programs."""
     return n > max(RESIDENT, STREAMED) and rows < STREAMS
+
+
+#: A row of pairs that streams past one program.
+STREAMED_PAIRS = Tile(1, 2, 2048, 16, True)
 
 
 class Cut(NamedTuple):

@@ -29,7 +29,7 @@ from khot._kernels.triton.costs import (
 )
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY, BY_SCORE, BY_VALUE
-from khot._kernels.triton.fast import LOG2E, joined, reciprocal, two_sum, wide
+from khot._kernels.triton.fast import LOG2E, inverse_of, joined, reciprocal, two_sum, wide
 from khot._kernels.triton.functions import VALUE
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import (
@@ -53,7 +53,19 @@ from khot._kernels.triton.threshold import (
     taylor_step,
 )
 
-__all__ = ["KERNELS", "share_of", "soft_budget"]
+__all__ = [
+    "EVALUATIONS",
+    "KERNELS",
+    "bracket",
+    "dearest",
+    "facts_of",
+    "guess_of",
+    "origin_of",
+    "share_of",
+    "soft_budget",
+    "spends_at_zero",
+    "write_shares",
+]
 
 CLEAR = tl.constexpr(1e-5)  # of the budget: what t = 0 spends more or less than that is no matter of rounding
 
@@ -81,17 +93,17 @@ def _load_pairs(
 
 
 @triton.jit
-def _unit_of_long_row(at, n, WIDTH: tl.constexpr):
-    """What :func:`.costs.unit_of_costs` has of a row that streams past."""
+def dearest(at, n, WIDTH: tl.constexpr):
+    """The bits of the dearest cost of a row that streams past, or of a part of one."""
     column = tl.arange(0, WIDTH)
     most = tl.zeros((WIDTH,), tl.uint32)
     for start in range(0, n, WIDTH):
         most = tl.maximum(most, as_bits(load_pair(at, start, column + start < n)[1]))
-    return unit_of_costs(tl.max(most, axis=0))
+    return tl.max(most, axis=0)
 
 
 @triton.jit
-def _bracket(
+def bracket(
     x, at, n, per, quantile,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
@@ -112,6 +124,58 @@ def _bracket(
 
 
 @triton.jit
+def origin_of(x_pointer, x_stride, row, there, BY: tl.constexpr):
+    """What scores are less by in the moments of rows."""
+    if BY == BY_SCORE:
+        origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
+        return tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+    else:
+        return row.to(tl.float32) * 0
+
+
+@triton.jit
+def facts_of(found, k, k_rest, tau):
+    """From moments, and a budget in the same unit: all costs, what the budget leaves of them, 1/τ, and which
+    rows float32 may do."""
+    n, n_rest, second = found[0], found[1].to(tl.float32), found[3].to(tl.float32)
+    rest = ((n - k) + (n_rest - k_rest)).to(tl.float32)
+    n = (n + n_rest).to(tl.float32)
+    finite = (tau > 1e-25) & (tau < 1e25) & (second < float("inf")) & (k > 0) & (k < float("inf"))
+    return n, rest, inverse_of(tau), finite
+
+
+@triton.jit
+def guess_of(found, origin, n, rest, k, tau, power, CDF: tl.constexpr, BY: tl.constexpr):
+    """t from moments; bounds on it, by score; the costs in a τ; and, by value, where F is k/n, times τ, which
+    :func:`bracket` has the bounds from."""
+    if BY == BY_VALUE:
+        moments_ = (
+            found[2].to(tl.float32), found[3].to(tl.float32), found[4].to(tl.float32),
+            found[5].to(tl.float32), found[6].to(tl.float32),
+        )  # fmt: skip
+        hi, crowd, quantile = guess_by_value(n, moments_, k, tau, power, CDF)
+        return hi, hi, hi, crowd, quantile
+    else:
+        offset = found[2].to(tl.float32) * reciprocal(n)
+        variance = tl.maximum(found[3].to(tl.float32) * reciprocal(n) - offset * offset, 0.0)
+        hi, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, CDF)
+        hi += origin
+        # bounds on any quantile (Cantelli), a little wider than they need to be; and the costs in a τ
+        ratio = tl.sqrt(k * reciprocal(rest))
+        low = (origin + offset) - 1.001 * deviation * ratio
+        high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
+        crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
+        return hi, low, high, crowd, hi * 0
+
+
+@triton.jit
+def spends_at_zero(sums, k, k_rest, n, power, CDF: tl.constexpr, BY: tl.constexpr):
+    """Whether t = 0 spends less than there is, and whether that is clear; from the sums there."""
+    _, miss, _, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, k * 0, power, CDF, BY)
+    return miss < 0, tl.abs(miss) > CLEAR * tl.minimum(tl.maximum(k, 1.0), n)
+
+
+@triton.jit
 def _find(
     x, at, origin, there, n_columns, k, k_rest, per, good, tau, power, evaluations, grain, floor,
     CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr,
@@ -125,13 +189,8 @@ def _find(
         x, at, n_columns, paid_moments, (wide(origin, TOGETHER), grain, BY), moment_count(BY),
         TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
     )  # fmt: skip
-    n, n_rest, second = found[0], found[1].to(tl.float32), found[3].to(tl.float32)
-    rest = ((n - k) + (n_rest - k_rest)).to(tl.float32)
-    n = (n + n_rest).to(tl.float32)
-    inverse = reciprocal(tau)
-    inverse = inverse * (2 - tau * inverse)  # to the last digit
+    n, rest, inverse, finite = facts_of(found, k, k_rest, tau)
     scale = inverse * unit(CDF)
-    finite = (tau > 1e-25) & (tau < 1e25) & (second < float("inf")) & (k > 0) & (k < float("inf"))
     ok = good & there & finite
     loose = ok & ~ok
     if AT_MOST:
@@ -142,30 +201,14 @@ def _find(
             (nothing, nothing, wide(scale, TOGETHER), power, CDF, WHOLE, grain, BY),
             COUNT, TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
         )  # fmt: skip
-        _, miss, _, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, k * 0, power, CDF, BY)
-        clear = tl.abs(miss) > CLEAR * tl.minimum(tl.maximum(k, 1.0), n)
-        loose = ok & clear & (miss < 0)
+        less, clear = spends_at_zero(sums, k, k_rest, n, power, CDF, BY)
+        loose = ok & clear & less
         ok = ok & clear
     ok = ok & (loose | ((rest > 0) & holds(n, rest, power, CDF)))
-
+    hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, tau, power, CDF, BY)
     if BY == BY_VALUE:
-        moments_ = (
-            found[2].to(tl.float32), second, found[4].to(tl.float32), found[5].to(tl.float32),
-            found[6].to(tl.float32),
-        )  # fmt: skip
-        hi, crowd, quantile = guess_by_value(n, moments_, k, tau, power, CDF)
-        low, high = _bracket(x, at, n_columns, per, quantile, TOGETHER, PIECES, WIDTH, STREAM)
+        low, high = bracket(x, at, n_columns, per, quantile, TOGETHER, PIECES, WIDTH, STREAM)
         hi = tl.where((hi > low) & (hi < high), hi, 0.5 * (low + high))
-    else:
-        offset = found[2].to(tl.float32) * reciprocal(n)
-        variance = tl.maximum(second * reciprocal(n) - offset * offset, 0.0)
-        hi, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, CDF)
-        hi += origin
-        # bounds on any quantile (Cantelli), a little wider than they need to be; and the costs in a τ
-        ratio = tl.sqrt(k * reciprocal(rest))
-        low = (origin + offset) - 1.001 * deviation * ratio
-        high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
-        crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
     ok = ok & (loose | (tl.abs(hi) < 1e30))
     hi = tl.where(loose, 0.0, hi)
     lo = hi * 0
@@ -205,6 +248,19 @@ def share_of(x, w, values, CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.conste
 
 
 @triton.jit
+def write_shares(
+    at, to, ok, n, per, values, CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """y of a row that streams past, or of a part of one."""
+    column = tl.arange(0, WIDTH)
+    for start in range(0, n, WIDTH):
+        valid = inside(ok, column + start, n, 1, False)
+        x, w = load_pair(at, start, valid)
+        y = share_of(x, w * per, values, CDF, WHOLE, BY)
+        tl.store(to + start, y.to(to.dtype.element_ty), mask=valid)
+
+
+@triton.jit
 def _solve_exactly(
     row, x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer, n,
     budget, budget_rest, tau, slack, power,
@@ -235,14 +291,12 @@ def solve_budgets(
     column = tl.arange(0, WIDTH)
     cost_at = cost_pointer + entries(row, cost_row, column.to(tl.int64) * cost_column, TOGETHER)
     at = (x_pointer + entries(row, x_stride, column, TOGETHER), cost_at, cost_column)
-    pairs, origin = (), row.to(tl.float32) * 0
+    pairs = ()
     if STREAM:
-        per, good = _unit_of_long_row(at, n_columns, WIDTH)
+        per, good = unit_of_costs(dearest(at, n_columns, WIDTH))
     else:
         pairs, per, good = _load_pairs(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-    if BY == BY_SCORE:
-        origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
-        origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+    origin = origin_of(x_pointer, x_stride, row, there, BY)
     k, k_rest = numbers(budget_pointer, budget_stride, budget_high, budget_low, row, there)
     tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
     power = tl.zeros((), tl.float32) + power_high
@@ -257,11 +311,7 @@ def solve_budgets(
     values = row_values(hi, lo, inverse, k * per > rest, power, CDF, TOGETHER)
     to = out_pointer + entries(row, n_columns, column, TOGETHER)
     if STREAM:
-        for start in range(0, n_columns, WIDTH):
-            valid = inside(ok, column + start, n_columns, 1, False)
-            x, w = load_pair(at, start, valid)
-            y = share_of(x, w * per, values, CDF, WHOLE, BY)
-            tl.store(to + start, y.to(out_pointer.dtype.element_ty), mask=valid)
+        write_shares(at, to, ok, n_columns, per, values, CDF, WHOLE, BY, WIDTH)
     else:
         for i in tl.static_range(PIECES):
             valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
@@ -304,8 +354,7 @@ def soft_budget(
     start, programs, numbers = _variant(rows, n, F, by, at_most)
     arguments = (*source, *cost, *budget, *tau, out, hi, lo, rows, n, EVALUATIONS, slack, *numbers)
     start(programs, *arguments)
-    if not layout.splits(rows, n):  # the gradients of those are several launches
-        native.prepare("soft_budget", source[0], start, programs, arguments, F.name, by, at_most)
+    native.prepare("soft_budget", source[0], start, programs, arguments, F.name, by, at_most)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -322,5 +371,5 @@ def _variant(
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
     together = FLUSH.value * tile.pieces * tile.width if tile.streams else n  # whose sum is to be exact
-    numbers = costs.grain(min(n, together)), costs.least_mass(n, together), *layout.power(F)
+    numbers = *costs.digits(n, together), *layout.power(F)
     return solver, -(-rows // tile.together), numbers

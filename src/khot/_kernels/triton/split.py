@@ -41,12 +41,16 @@ from khot._kernels.triton.threshold import find, iterate, less, long_step, momen
 
 __all__ = [
     "BASE",
+    "CAREFUL",
+    "DONE",
     "HOPELESS",
     "KERNELS",
     "LEFT",
+    "OPEN",
     "STATE",
     "STATUS",
     "last_of_row",
+    "of_parts",
     "soft_topk",
     "solve",
     "total_of_parts",
@@ -77,11 +81,16 @@ def last_of_row(counter, parts):
 
 
 @triton.jit
+def of_parts(pointer, number, parts, PARTS: tl.constexpr, other):
+    """One of the numbers that parts left, of each of them."""
+    part = tl.arange(0, PARTS)
+    return tl.load(pointer + number * parts + part, mask=part < parts, other=other, cache_modifier=".cg")
+
+
+@triton.jit
 def total_of_parts(pointer, number, parts, PARTS: tl.constexpr):
     """The sum over parts of one of the numbers that they left."""
-    part = tl.arange(0, PARTS)
-    left = tl.load(pointer + number * parts + part, mask=part < parts, other=0.0, cache_modifier=".cg")
-    return tl.sum(left, axis=0)
+    return tl.sum(of_parts(pointer, number, parts, PARTS, 0.0), axis=0)
 
 
 @triton.jit

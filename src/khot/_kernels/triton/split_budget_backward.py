@@ -27,26 +27,11 @@ from khot._kernels.triton.resident_budget_backward import (
     write_pull,
 )
 from khot._kernels.triton.split import last_of_row, total_of_parts
+from khot._kernels.triton.split_budget import PIECES, part_of
 
 __all__ = ["KERNELS", "soft_budget_backward"]
 
 LEFT = tl.constexpr(4)  # numbers that a part leaves
-PIECES = 2  # that a part holds at a time: entries are pairs
-
-
-@triton.jit
-def _part(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-    row, start, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Where the scores and costs of a part lie, and its incoming gradient."""
-    column = start + tl.arange(0, WIDTH)
-    at = (
-        x_pointer + row * x_stride + column,
-        cost_pointer + row * cost_row + column * cost_column,
-        cost_column,
-    )
-    return at, grad_pointer + row * grad_row + column * grad_column
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
@@ -59,15 +44,13 @@ def _pull_budget_parts(
     PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    start = part.to(tl.int64) * length
-    mine = tl.minimum(n_columns - start, length).to(tl.int32)
     hi, lo, tau, inverse, _, given = pull_threshold(
         hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row, row >= 0, power_high, CDF, 1
     )
-    at, grad_at = _part(
-        grad_pointer, grad_row, grad_column, x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-        row, start, WIDTH,
-    )  # fmt: skip
+    at, mine, start = part_of(
+        x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, part, n_columns, length, WIDTH
+    )
+    grad_at = grad_pointer + row * grad_row + (start + tl.arange(0, WIDTH)) * grad_column
     sums = pull_sums(
         at, grad_at, grad_column, row >= 0, mine, hi.to(tl.float64) * 0, given,
         CDF, WHOLE, BY, 1, PIECES, WIDTH, False, True,
@@ -108,17 +91,15 @@ def _budget_gradient_parts(
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
     row, part = (program // parts).to(tl.int64), program % parts
     if tl.load(done_pointer + row) == 0:
-        start = part.to(tl.int64) * length
-        mine = tl.minimum(n_columns - start, length).to(tl.int32)
         hi, lo, _, inverse, power, given = pull_threshold(
             hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row, row >= 0, power_high,
             CDF, 1,
         )  # fmt: skip
-        at, grad_at = _part(
-            grad_pointer, grad_row, grad_column, x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-            row, start, WIDTH,
-        )  # fmt: skip
-        to = row * n_columns + start + tl.arange(0, WIDTH)
+        at, mine, start = part_of(
+            x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, part, n_columns, length, WIDTH
+        )
+        column = start + tl.arange(0, WIDTH)
+        grad_at, to = grad_pointer + row * grad_row + column * grad_column, row * n_columns + column
         pull = tl.load(dbudget_pointer + row).to(tl.float32)
         write_pull(
             at, grad_at, grad_column, dx_pointer + to, dcost_pointer + to, row >= 0, mine, given, pull,

@@ -47,6 +47,7 @@ from khot._kernels.triton.terms import (
 
 __all__ = [
     "FLUSH",
+    "advance",
     "find",
     "guess",
     "guess_by_value",
@@ -491,6 +492,53 @@ def guess_by_value(n, sums, k, tau, power, CDF: tl.constexpr):
 
 
 @triton.jit
+def advance(
+    sums, hi, lo, trail, crowd, done, ok, deep, count, n, k, k_rest, tau, inverse, power, seen, warming,
+    floor, CDF: tl.constexpr, TOGETHER: tl.constexpr, BY: tl.constexpr, POOLED: tl.constexpr = 0,
+):  # fmt: skip
+    """t after the step that the sums of an evaluation call for, the trail of the search, and which rows are
+    done, have a threshold, and are in a gap that no density crosses.
+
+    The trail is the bracket, what the count and its logit miss at its ends, the side of the last t, and t and
+    Σf of the evaluation before: at first (low, high, 0, 0, 0, 0, 0, t, 0). The rest is as in :func:`iterate`.
+    """
+    low, high, miss_low, miss_high, g_low, g_high, side, t_before, mass_before = trail
+    turn = hi * 0
+    if not full_support(CDF):
+        moved = ((hi - t_before) + lo) * inverse
+        mass = sums[2].to(tl.float32)
+        if POOLED > 0:
+            mass = (power * mass - warming * sums[1].to(tl.float32)) * inverse
+        turn = (mass_before - mass) * reciprocal(moved * mass)
+        turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
+        t_before, mass_before = hi + lo, mass
+    excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
+        sums, k, k_rest, seen, turn, power, CDF, BY, warming, POOLED
+    )
+    if BY == BY_COUNT:
+        deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
+    done = done | deep
+    if any_row(~(last | done), TOGETHER):
+        goal = log2(k) - log2(n - k)
+        step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
+            miss, mu, h, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
+            low, high, miss_low, miss_high, g_low, g_high, side, count, CDF, BY,
+        )  # fmt: skip
+        h = tl.where(last, h, step)
+    failed = ~(tl.abs(h) < 1e30) & ~done
+    if BY != BY_COUNT:  # a gap is not searched: the sums of costs have not the digits for it
+        unclear = floor + ROUGH * tl.abs(sums[paid_count(CDF, BY)].to(tl.float32))
+        failed = failed | (~done & ~(mass > unclear) & (last | ~(tl.abs(miss) > unclear)))
+    new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
+    if POOLED > 0:  # t stays above 0
+        least = 0.25 * hi
+        new_hi, new_lo = tl.maximum(new_hi, least), tl.where(new_hi < least, 0.0, new_lo)
+    hi, lo = tl.where(done, hi, new_hi), tl.where(done, lo, new_lo)
+    trail = (low, high, miss_low, miss_high, g_low, g_high, side, t_before, mass_before)
+    return hi, lo, trail, done | last | failed, ok & ~failed, deep
+
+
+@triton.jit
 def iterate(
     x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse, power, evaluations,
     CDF: tl.constexpr, WHOLE: tl.constexpr,
@@ -510,12 +558,10 @@ def iterate(
     scale = inverse * unit(CDF)
     # as many halves as entries were looked at, those beyond the row's end among them
     seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
-    goal = log2(k) - log2(n - k)
     nothing = hi * 0
     deep = done & ~done
     ok = ~deep
-    miss_low, miss_high, g_low, g_high, side = nothing, nothing, nothing, nothing, nothing
-    t_before, mass_before = hi, nothing
+    trail = (low, high, nothing, nothing, nothing, nothing, nothing, hi, nothing)
     count = 0
     running = (count < evaluations) & any_row(~done, TOGETHER)
     while running:
@@ -548,38 +594,10 @@ def iterate(
                 (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
                 term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM, base, FINE,
             )  # fmt: skip
-        turn = nothing
-        if not full_support(CDF):
-            moved = ((hi - t_before) + lo) * inverse
-            mass = sums[2].to(tl.float32)
-            if POOLED > 0:
-                mass = (power * mass - warming * sums[1].to(tl.float32)) * inverse
-            turn = (mass_before - mass) * reciprocal(moved * mass)
-            turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
-            t_before, mass_before = hi + lo, mass
-        excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
-            sums, k, k_rest, seen, turn, power, CDF, BY, warming, POOLED
-        )
-        if BY == BY_COUNT:
-            deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
-        done = done | deep
-        if any_row(~(last | done), TOGETHER):
-            step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
-                miss, mu, h, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
-                low, high, miss_low, miss_high, g_low, g_high, side, count, CDF, BY,
-            )  # fmt: skip
-            h = tl.where(last, h, step)
-        failed = ~(tl.abs(h) < 1e30) & ~done
-        if BY != BY_COUNT:  # a gap is not searched: the sums of costs have not the digits for it
-            unclear = floor + ROUGH * tl.abs(sums[paid_count(CDF, BY)].to(tl.float32))
-            failed = failed | (~done & ~(mass > unclear) & (last | ~(tl.abs(miss) > unclear)))
-        new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
-        if POOLED > 0:  # t stays above 0
-            least = 0.25 * hi
-            new_hi, new_lo = tl.maximum(new_hi, least), tl.where(new_hi < least, 0.0, new_lo)
-        hi, lo = tl.where(done, hi, new_hi), tl.where(done, lo, new_lo)
-        ok = ok & ~failed
-        done = done | last | failed
+        hi, lo, trail, done, ok, deep = advance(
+            sums, hi, lo, trail, crowd, done, ok, deep, count, n, k, k_rest, tau, inverse, power, seen,
+            warming, floor, CDF, TOGETHER, BY, POOLED,
+        )  # fmt: skip
         count += 1
         running = (count < evaluations) & any_row(~done, TOGETHER)
     ok = ok & done
