@@ -86,6 +86,12 @@ def cases() -> Iterator[Case]:
         places = (torch.empty_like(x, dtype=torch.int32) for _ in range(3))
         yield Case("permutahedron", shape, (x, x[:1], one, "kl"))
         yield Case("permutahedron_backward", shape, (x, x, x[:1], one, *places, "kl", True))
+    whole, (rows, n, k) = torch.empty((), dtype=torch.int64, device="meta"), (16_384, 256, 8)
+    best = torch.empty(rows, k + 1, dtype=torch.int64, device="meta")
+    counts = torch.empty(1_025, n, dtype=torch.int64, device="meta")
+    none = (None, None, None, None)
+    given = (counts, _nothing(rows, n), _nothing(rows, k + 1), best, whole, whole, *none)
+    yield Case("count_distances", f"({rows:,}, {n})", given)
     yield Case("power_blocks", "(4,096, 64)", (_nothing(4_096, 64), _nothing(1, 64), one, 1.5))
     for rows, n in ((512, 8), (4_096, 64)):
         x, per_row, per_column = _nothing(rows, n), one.expand(rows), one.expand(n)

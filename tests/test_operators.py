@@ -519,6 +519,9 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             backward = ops.reference_soft_count_backward.default
             cases.append(("reference-count-backward", backward, (grad, *count, "")))
         cases.append(("selectable", ops.selectable.default, (layout, 3.0)))
+        none = torch.zeros((), dtype=torch.int64)
+        given = (torch.zeros(65, N, dtype=torch.int64), layout, *layout.topk(3), none, none, layout[:, 0] > 0)
+        cases.append(("count_distances", ops.count_distances.default, (*given, None, None, None)))
         grad = x.new_ones(1).expand(x.shape)
         at = k.unsqueeze(-1) * torch.tensor([0.1, 1.0]).double()
         for levels in (None, torch.tensor([0.5, 3.0]).double(), at):
@@ -613,7 +616,14 @@ TRACED = {name: i for i, (name, _, _) in reversed(list(enumerate(DISPATCHED)))}
 @pytest.mark.parametrize("place", range(len(DISPATCHED)), ids=lambda i: DISPATCHED[i][0])
 def test_opcheck(place: int) -> None:
     name, op, args = DISPATCHED[place]
-    constant = ("topk_mask", "budget_mask", "power_blocks", "selectable", "centred_places")
+    constant = (
+        "topk_mask",
+        "budget_mask",
+        "power_blocks",
+        "selectable",
+        "centred_places",
+        "count_distances",
+    )
     differentiable = "backward" not in name and name not in constant
     if differentiable:
         args = (args[0].clone().requires_grad_(), *args[1:])

@@ -416,6 +416,7 @@ ELSEWHERE = {
     "correlation_loss_backward": "test_triton_ranking_losses.py",
     "centred_places": "test_triton_ranking_losses.py",
     "counted_mean": "test_triton_ranking_losses.py",
+    "count_distances": "test_count_distances.py",
 }
 #: The operators whose rows programs may share on a GPU.
 SPLIT = (

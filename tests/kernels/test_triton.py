@@ -498,7 +498,9 @@ from khot._kernels.triton import counts, draws, exact, exact_backward, exact_spl
 from khot._kernels.triton import designs, greedy, interpolation, losses, magnitude, mask, places, scans
 from khot._kernels.triton import split_losses, split_magnitude, transport
 
-selectable = importlib.import_module("khot._kernels.triton.selectable")  # which a function hides
+# which functions hide
+selectable = importlib.import_module("khot._kernels.triton.selectable")
+count_distances = importlib.import_module("khot._kernels.triton.count_distances")
 
 uncosted = {"BY": 0, "AT_MOST": False, "cost_pointer": None, "cost_row": 0, "cost_column": 0,
             "dcost_pointer": None}
@@ -507,6 +509,9 @@ which = {
     exact_backward: [{"CDF": cdf, "OUTPUT": cdf % 3, **uncosted} for cdf in functions.CDFS.values()],
     exact_split: [{"CDF": cdf, "OUTPUT": cdf % 3} for cdf in functions.CDFS.values()],
     selectable: [{}],
+    count_distances: [{"HALF": 512, "DROPPED": 20}, {
+        "HALF": 32, "DROPPED": 24, "mask_pointer": None, "sums_pointer": None, "closed_pointer": None,
+    }],
     places: [{"COUNT": 2}, {"COUNT": 1, "k_pointer": None}],
     interpolation: [{}, {"weight_pointer": None}],
     greedy: [{"DOUBLES": True}],
@@ -532,7 +537,8 @@ integers = ("counter_pointer", "counts_pointer", "tally_pointer", "ties_pointer"
             "below_pointer", "columns_pointer", "units_pointer", "units_after", "index_pointer",
             "first_pointer", "level_pointer", "list_pointer", "before_pointer", "before_list",
             "narrow_pointer", "narrow_list")
-wide = ("order_pointer", "seed_pointer", "keys_pointer", "scratch_pointer", "place_pointer")
+wide = ("order_pointer", "seed_pointer", "keys_pointer", "scratch_pointer", "place_pointer", "best_pointer",
+        "updates_pointer", "octave_pointer")
 for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     compute = tl.float64 if dtype == "fp64" else tl.float32
     for constants, function in itertools.product(which[module], module.KERNELS):

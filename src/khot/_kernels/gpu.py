@@ -68,6 +68,7 @@ KERNELS = (
     "correlation_loss",
     "correlation_loss_backward",
     "counted_mean",
+    "count_distances",
 )
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from khot._core import arguments, rows
-from khot._core.precision import at_least_single
 from khot._core.torch_internals import is_exporting
 from khot._core.ways import by_rows
+from khot._kernels.reference.count_distances import MANTISSA, OCTAVES, window
+from khot._ops.count_distances import count_distances
 from khot.nn._bias import Biased
 from khot.nn._groups import Groups
 from khot.nn._inputs import check_width
@@ -23,13 +24,9 @@ from khot.selection import topk
 
 __all__ = ["QuantileBalancer"]
 
-OCTAVES = 64  # that the bins of one sign cover
-WIDER = 1  # log2 of how many times as many octaves they cover while the size of the distances is not known
-MIDDLE = 127  # the exponent of 1 in the bits of a float32: the wide octaves lie around it
 ABOVE = 2  # octaves above the largest quantile: the next one may be larger
 LOWEST, HIGHEST = OCTAVES + 1, 255  # exponents at which the octaves of normal float32 numbers end
 LARGEST = 0x7F7FFFFF  # the bits of the largest float32
-MANTISSA = 23  # bits
 FEWEST_BINS, MOST_BINS = OCTAVES, OCTAVES << 10
 ROUNDS, SOLVED = 40, 0.01  # of a cold start: updates at most, and the error of a load at which it ends
 
@@ -269,54 +266,19 @@ class QuantileBalancer(Biased):
 
     def _choose(self, scores: Tensor, mask: Tensor | None, observes: bool) -> Tensor:
         """The k best experts of each token; if this is to be counted, also the next one."""
-        biased = (at_least_single(scores) + self.bias).detach()
+        biased = (scores + self.bias).detach()  # in float32 or wider
         sums = None if self._groups.all else self._groups.sums(biased)
         offered = biased
         if sums is not None:
-            closed = self._groups.of_experts(self._groups.closed(sums), self.num_experts)
-            offered = biased.masked_fill(closed, -math.inf)
+            closed = self._groups.closed(sums)
+            offered = biased.masked_fill(self._groups.of_experts(closed, self.num_experts), -math.inf)
         values, best = topk(offered, self.k + observes)
         if observes:
-            distance, chosen = self._distances(biased, values, best[..., : self.k], sums)
-            self._observe(biased, distance, chosen, mask)
+            groups: tuple[Tensor | None, ...] = (None, None, None)
+            if sums is not None:
+                groups = sums, topk(sums, self._groups.top + 1).values, closed
+            count_distances(self.counts, biased, values, best, self.updates, self.octave, mask, *groups)
         return best
-
-    def _distances(
-        self, biased: Tensor, values: Tensor, best: Tensor, sums: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The distance of each expert, ≤ 0 where it is chosen, and where that is. ``values`` has the k + 1
-        largest scores of what was offered."""
-        last, next = values[..., self.k - 1 :].split(1, -1)
-        chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, best, True)
-        cutoff = torch.where(self._both(), torch.where(chosen, next, last), _middle(last, next))
-        distance = _less(cutoff, biased)
-        if sums is not None:
-            groups, size = self._groups, self.num_experts // self._groups.number
-            closed = groups.closed(sums)
-            last, next = topk(sums, groups.top + 1).values[..., -2:].split(1, -1)
-            cutoff = torch.where(self._both(), torch.where(closed, last, next), _middle(last, next))
-            # all experts of a group move, and two of them make its sum
-            short = groups.of_experts(_less(cutoff, sums) / min(2, size), self.num_experts)
-            closed = groups.of_experts(closed, self.num_experts)
-            distance = torch.where(closed | chosen, torch.maximum(distance, short), distance)
-        return distance, chosen
-
-    def _observe(self, biased: Tensor, distance: Tensor, chosen: Tensor, mask: Tensor | None) -> None:
-        """Count the tokens by their distances."""
-        half = self.bins // 2
-        lowest, dropped = self._window()
-        size = ((distance.abs().view(torch.int32) - lowest) >> dropped).clamp(0, half - 1)
-        # by the choice and not by the sign: the negative bins are then the load even where scores are equal
-        place = torch.where(chosen, half - 1 - size, half + size)
-        place = place.masked_fill(biased == -math.inf, self.bins).long()
-        counted = ~biased.isnan().any(-1)
-        if mask is not None:
-            counted = counted & mask
-        ones = counted.long().unsqueeze(-1).expand_as(place)
-        zeros = torch.zeros_like(self.counts)
-        tokens = (-1, self.num_experts)
-        seen = zeros.scatter_add(0, place.reshape(tokens), ones.reshape(tokens))
-        self.counts.copy_(self.counts + seen)  # add_ would say nothing of vmap, which this cannot work in
 
     def _shares(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """How many tokens every expert should get, in float64, and how many are open to it."""
@@ -354,28 +316,16 @@ class QuantileBalancer(Biased):
     def _load_in(self, counts: Tensor) -> Tensor:
         return counts[: self.bins // 2].sum(0)
 
-    def _both(self) -> Tensor:
-        """Whether the next update is from both cutoffs, and not from the middle between them."""
-        return self.updates % 2 == 0
-
-    def _window(self) -> tuple[Tensor, Tensor]:
-        """The bits of the smallest distance that has a bin of its own, and how many bits at the end of a
-        float32 make no difference to the bin."""
-        wide = self.octave == 0
-        octave = torch.where(wide, MIDDLE - (OCTAVES << WIDER) // 2, self.octave - OCTAVES)
-        dropped = MANTISSA + OCTAVES.bit_length() - (self.bins // 2).bit_length()
-        return (octave << MANTISSA).int(), (dropped + WIDER * wide).int()
-
     def _next_octave(self, size: Tensor) -> Tensor:
         """Where the next bins end, if this bin of a sign has the largest quantile."""
-        lowest, dropped = self._window()
+        lowest, dropped = window(self.octave, self.bins)
         octave = ((size << dropped) + lowest) >> MANTISSA
         outside = (size == self.bins // 2 - 1) | ((size == 0) & (self.octave > 0))
         return torch.where(outside, 0, (octave + 1 + ABOVE).clamp(LOWEST, HIGHEST))
 
     def _edge(self, i: Tensor) -> Tensor:
         """The lower edge of bin i, in float64."""
-        lowest, dropped = self._window()
+        lowest, dropped = window(self.octave, self.bins)
         steps = i - self.bins // 2
         bits = ((steps.abs() << dropped) + lowest).clamp(max=LARGEST).int()
         return bits.view(torch.float32).double() * steps.sign()
@@ -397,14 +347,6 @@ class QuantileBalancer(Biased):
     def extra_repr(self) -> str:
         groups = self._groups.describe()
         return describe(num_experts=self.num_experts, k=self.k, bins=self.bins, ema=self.ema, **groups)
-
-
-def _middle(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(a == b, a, a / 2 + b / 2).nan_to_num(0.0, math.inf, -math.inf)
-
-
-def _less(cutoff: Tensor, values: Tensor) -> Tensor:
-    return (cutoff - values).float().masked_fill(values == cutoff, 0)  # ∞ − ∞ is NaN
 
 
 def _totals(balancers: list[QuantileBalancer], group: Any) -> list[Tensor]:

@@ -44,6 +44,7 @@ from khot._kernels.triton.budget import soft_budget_backward as soft_budget_back
 from khot._kernels.triton.conditional_poisson import (
     conditional_poisson_sample as conditional_poisson_sample,
 )
+from khot._kernels.triton.count_distances import count_distances as count_distances
 from khot._kernels.triton.counts import soft_count as soft_count
 from khot._kernels.triton.counts import soft_count_backward as soft_count_backward
 from khot._kernels.triton.designs import pivotal_sample as pivotal_sample
@@ -93,6 +94,7 @@ __all__ = [
     "conditional_poisson_sample",
     "correlation_loss",
     "correlation_loss_backward",
+    "count_distances",
     "counted_mean",
     "decay_scan",
     "fenchel_young",

@@ -1,0 +1,117 @@
+"""What a balancer counts, in one launch: distances of tokens and experts, by bins."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.reference import count_distances as reference
+from khot._kernels.triton import layout
+from khot._kernels.triton.launch import launch
+
+__all__ = ["KERNELS", "count_distances"]
+
+OCTAVES, MANTISSA = tl.constexpr(reference.OCTAVES), tl.constexpr(reference.MANTISSA)
+WIDE, WIDER = tl.constexpr(reference.WIDE), tl.constexpr(reference.WIDER)
+
+
+@triton.jit
+def _distance(scores, chosen, last, next, both):
+    """`count_distances._distance`; the middle of two cutoffs that are no numbers is 0."""
+    middle = tl.where(last == next, last, last * 0.5 + next * 0.5)
+    middle = tl.where(middle == middle, middle, 0.0)
+    cutoff = tl.where(chosen, tl.where(both, next, middle), tl.where(both, last, middle))
+    return tl.where(scores == cutoff, 0.0, (cutoff - scores).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _count_distances(
+    counts_pointer, x_pointer, x_stride, values_pointer, values_stride, best_pointer, best_stride,
+    updates_pointer, octave_pointer, mask_pointer,
+    sums_pointer, sums_stride, tops_pointer, tops_stride, closed_pointer, closed_stride,
+    rows, n, k, size, top,
+    HALF: tl.constexpr, DROPPED: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    column = tl.arange(0, WIDTH)[None, :]
+    there = row < rows
+    valid = there[:, None] & (column < n)
+    x = tl.load(x_pointer + row[:, None] * x_stride + column, mask=valid, other=0.0)
+    both = tl.load(updates_pointer) % 2 == 0
+    counted = there & (tl.max((x != x).to(tl.int32), axis=1) == 0)
+    if mask_pointer is not None:
+        counted &= tl.load(mask_pointer + row, mask=there, other=0) != 0
+
+    shut = column < 0
+    if closed_pointer is not None:
+        group = column // size
+        shut = tl.load(closed_pointer + row[:, None] * closed_stride + group, mask=valid, other=0) != 0
+    # of equal scores the first are chosen, and those of closed groups are offered as −inf
+    at = row * values_stride + k
+    last = tl.load(values_pointer + at - 1, mask=there, other=0.0)[:, None]
+    next = tl.load(values_pointer + at, mask=there, other=0.0)[:, None]
+    least = tl.load(best_pointer + row * best_stride + k - 1, mask=there, other=0)[:, None]
+    offered = tl.where(shut, float("-inf"), x)
+    chosen = (offered > last) | ((offered == last) & (column <= least))
+
+    distance = _distance(x, chosen, last, next, both)
+    if closed_pointer is not None:
+        sums = tl.load(sums_pointer + row[:, None] * sums_stride + group, mask=valid, other=0.0)
+        at = row * tops_stride + top
+        last = tl.load(tops_pointer + at - 1, mask=there, other=0.0)[:, None]
+        next = tl.load(tops_pointer + at, mask=there, other=0.0)[:, None]
+        short = _distance(sums, shut == 0, last, next, both)
+        short = tl.where(size > 1, short * 0.5, short)
+        larger = tl.where((short > distance) | (short != short), short, distance)
+        distance = tl.where(shut | chosen, larger, distance)
+
+    octave = tl.load(octave_pointer)
+    wide = octave == 0
+    lowest = (tl.where(wide, WIDE, octave - OCTAVES) << MANTISSA).to(tl.int32)
+    dropped = DROPPED + tl.where(wide, WIDER, 0)
+    bits = tl.abs(distance).to(tl.int32, bitcast=True)
+    place = tl.minimum(tl.maximum((bits - lowest) >> dropped, 0), HALF - 1)
+    place = tl.where(chosen, HALF - 1 - place, HALF + place)
+    place = tl.where(x == float("-inf"), 2 * HALF, place)
+    one = tl.full((TOGETHER, WIDTH), 1, tl.int64)
+    at = counts_pointer + place.to(tl.int64) * n + column
+    tl.atomic_add(at, one, mask=valid & counted[:, None], sem="relaxed")
+
+
+KERNELS = (_count_distances,)
+
+
+def count_distances(
+    counts: Tensor,
+    biased: Tensor,
+    values: Tensor,
+    best: Tensor,
+    updates: Tensor,
+    octave: Tensor,
+    mask: Tensor | None,
+    sums: Tensor | None,
+    tops: Tensor | None,
+    closed: Tensor | None,
+) -> None:
+    """`count_distances.count_distances`, in Triton for as many experts as one program holds. Sums of integers
+    are the same in every order."""
+    n = biased.shape[-1]
+    if n > layout.RESIDENT:
+        reference.count_distances(counts, biased, values, best, updates, octave, mask, sums, tops, closed)
+        return
+    if not biased.numel():
+        return
+    bins, rows, (width, together, warps) = counts.shape[0] - 1, biased.numel() // n, layout.block(n)
+    groups = [None if v is None else layout.rows(v, v.shape[-1]) for v in (sums, tops, closed)]
+    launch(
+        _count_distances, triton.cdiv(rows, together),
+        counts, *layout.rows(biased, n), *layout.rows(values, values.shape[-1]),
+        *layout.rows(best, best.shape[-1]), updates, octave, None if mask is None else mask.contiguous(),
+        *(part for pair in groups for part in (pair or (None, 0))),
+        rows, n, values.shape[-1] - 1,
+        1 if sums is None else n // sums.shape[-1], 0 if tops is None else tops.shape[-1] - 1,
+        HALF=bins // 2, DROPPED=reference.dropped_bits(bins),
+        TOGETHER=together, WIDTH=width, num_warps=warps,
+        enable_fp_fusion=False,  # so that a middle of cutoffs is rounded as the reference rounds it
+    )  # fmt: skip
