@@ -321,6 +321,10 @@ def test_launches(device: Device, name: str) -> None:
     assert len(device.kernels) == back[0] and len(device.torch) <= back[1], device
 
 
+#: Operations of torch in an update of balancers of one kind, however many there are.
+UPDATE = 87
+
+
 @pytest.mark.parametrize(
     ("groups", "kernels", "operations"),
     [({}, ["_sort_rows"], 1), ({"groups": 8, "top_groups": 4}, 4 * ["_sort_rows"], 6)],
@@ -331,15 +335,19 @@ def test_balancers_launch_little(
 ) -> None:
     """The biases are added, the best are found, and one launch counts all distances."""
     with torch.device("cuda"):
-        layer = khot.nn.QuantileBalancer(N, 8, **groups)
+        layers = torch.nn.ModuleList([khot.nn.QuantileBalancer(N, 8, **groups) for _ in range(32)])
         mask = torch.empty(4096, dtype=torch.bool)
     for dtype in (torch.float32, torch.bfloat16):
         x = tensor(4096, N, dtype=dtype)
         for given in (None, mask):
             device.forget()
-            layer(x, given)
+            layers[0](x, given)
             assert device.kernels == [*kernels, "_count_distances"], device.kernels
             assert len(device.torch) <= operations, device.torch
+    for modules in (layers, layers[0]):
+        device.forget()
+        khot.nn.QuantileBalancer.update_all(modules)
+        assert not device.kernels and len(device.torch) <= UPDATE, device.torch
 
 
 def test_numbers_are_not_filled_in_on_the_device(device: Device) -> None:

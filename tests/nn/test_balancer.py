@@ -436,6 +436,27 @@ def test_update_all_finds_each_balancer_once() -> None:
     QuantileBalancer.update_all([nn.Linear(2, 2)])
 
 
+def test_balancers_that_are_updated_together_have_the_bits_of_each_alone() -> None:
+    """Of several kinds and scales; one has an expert that is closed, and one counts now and then."""
+    kinds: list[dict[str, object]] = [{}, {}, {}, {"ema": 0.5}, {"groups": 4, "top_groups": 2}, {"bins": 64}]
+    layers = nn.ModuleList([QuantileBalancer(E, K, **kind) for kind in kinds])  # type: ignore[arg-type]
+    layers.append(QuantileBalancer(E, K + 1))
+    alone = copy.deepcopy(layers)
+    for step in range(4):
+        for i, (layer, other) in enumerate(zip(layers, alone, strict=True)):
+            x = skewed(90 + i, seed=i) * 10.0 ** (3 * i - 6)
+            if i == 1:
+                x[:, 5] = -math.inf
+            if i != 2 or step % 2:
+                layer(x)
+                other(x)
+            other.update()
+        QuantileBalancer.update_all(layers)
+        for (name, got), want in zip(layers.named_buffers(), alone.buffers(), strict=True):
+            assert torch.equal(got, want), name
+    assert [int(layer.updates) for layer in layers] == [4, 4, 2, 4, 4, 4, 4]
+
+
 def test_update_all_refuses_what_is_no_module_or_group() -> None:
     with pytest.raises(TypeError, match="modules must be modules, but one of them is str"):
         QuantileBalancer.update_all(["model"])  # type: ignore[list-item]

@@ -31,6 +31,7 @@ __all__ = [
     "bag_products",
     "below_autograd",
     "collective_device",
+    "copy_each",
     "decides_by_device",
     "decompose_in_exports",
     "derivative_levels",
@@ -45,6 +46,7 @@ __all__ = [
     "transforms_are_on",
     "within_backward",
     "without_modes",
+    "zero_each",
     "vmap_changes_draws",
 ]
 
@@ -65,6 +67,9 @@ any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad",
 # A context in which new tensors have data, also within a FakeTensorMode.
 without_modes = _disable_current_modes
 
+
+# Operations in place on each of a list of tensors, which a GPU takes in few launches.
+copy_each, zero_each = torch.ops.aten._foreach_copy_.default, torch.ops.aten._foreach_zero_.default
 
 # Whether a transform of torch.func is being applied: a function without arguments.
 transforms_are_on = torch._C._are_functorch_transforms_active

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from khot._core import arguments, rows
-from khot._core.torch_internals import is_exporting
+from khot._core.torch_internals import copy_each, is_exporting, zero_each
 from khot._core.ways import by_rows
 from khot._kernels.reference.count_distances import MANTISSA, OCTAVES, window
 from khot._ops.count_distances import count_distances
@@ -215,6 +215,8 @@ class QuantileBalancer(Biased):
     def update_all(modules: nn.Module | Iterable[nn.Module], group: Any = None) -> None:
         """:meth:`update` for all balancers among the modules and their parts, by one all-reduce for all.
 
+        Balancers with the same arguments are updated together, which takes a GPU hardly longer than one.
+
         Args:
             modules: a model, or several modules. All processes of the group must have the same balancers.
             group: as for :meth:`update`.
@@ -225,8 +227,13 @@ class QuantileBalancer(Biased):
                 raise TypeError(f"modules must be modules, but one of them is {type(each).__name__}")
         # a dict, because modules may share balancers, and because a set has no order
         found = dict.fromkeys(m for each in roots for m in each.modules() if isinstance(m, QuantileBalancer))
-        for balancer, total in zip(found, _totals(list(found), group), strict=True):
-            balancer._step(total, 1 - balancer.ema)
+        alike: dict[Any, list[tuple[QuantileBalancer, Tensor]]] = {}
+        for each, total in zip(found, _totals(list(found), group), strict=True):
+            kind = each.bins, each.num_experts, each.k, each.ema, total.device
+            alike.setdefault(kind, []).append((each, total))
+        for pairs in alike.values():
+            balancers, totals = zip(*pairs, strict=True)
+            _step(balancers, torch.stack(totals), 1 - balancers[0].ema)
 
     @torch.no_grad()
     def solve(self, scores: Tensor, mask: Tensor | None = None, group: Any = None) -> None:
@@ -248,13 +255,14 @@ class QuantileBalancer(Biased):
             self.counts.zero_()
             self._choose(scores, mask, True)
             (total,) = _totals([self], group)
-            shares, _ = self._shares(total)
-            error = (self._load_in(total) - shares).amax() / shares.amax().clamp(min=1)
+            shares = _shares(total[:-1].sum(0), total[-1], self.k)
+            load = total[: self.bins // 2].sum(0)
+            error = (load - shares).amax() / shares.amax().clamp(min=1)
             if error.item() < least:
                 best, least = self.bias.clone(), error.item()
             if least <= SOLVED:
                 break
-            self._step(total, 1.0)
+            _step([self], total[None], 1.0)
         self.bias.copy_(best)
         self.updates.zero_()
         self.counts.zero_()
@@ -267,68 +275,18 @@ class QuantileBalancer(Biased):
     def _choose(self, scores: Tensor, mask: Tensor | None, observes: bool) -> Tensor:
         """The k best experts of each token; if this is to be counted, also the next one."""
         biased = (scores + self.bias).detach()  # in float32 or wider
-        sums = None if self._groups.all else self._groups.sums(biased)
         offered = biased
-        if sums is not None:
+        groups: tuple[Tensor | None, ...] = (None, None, None)
+        if not self._groups.all:
+            sums = self._groups.sums(biased)
             closed = self._groups.closed(sums)
             offered = biased.masked_fill(self._groups.of_experts(closed, self.num_experts), -math.inf)
+            if observes:
+                groups = sums, topk(sums, self._groups.top + 1).values, closed
         values, best = topk(offered, self.k + observes)
         if observes:
-            groups: tuple[Tensor | None, ...] = (None, None, None)
-            if sums is not None:
-                groups = sums, topk(sums, self._groups.top + 1).values, closed
             count_distances(self.counts, biased, values, best, self.updates, self.octave, mask, *groups)
         return best
-
-    def _shares(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """How many tokens every expert should get, in float64, and how many are open to it."""
-        available = counts[:-1].sum(0)
-        tokens = available + counts[-1]
-        return even_shares((tokens.amax() * self.k).double(), available.double()), available
-
-    def _step(self, counts: Tensor, part: float) -> None:
-        """An update with these counts, by this part of the quantiles."""
-        half = self.bins // 2
-        below = counts[:-1].cumsum(0)
-        shares, available = self._shares(counts)
-        i = (below < shares).sum(0, keepdim=True).clamp(max=self.bins - 1)
-        inside = counts.gather(0, i)
-        fraction = ((shares - below.gather(0, i) + inside) / inside.clamp(min=1)).clamp(0, 1)
-        low, high = self._edge(i), self._edge(i + 1)
-        inner = low + fraction * (high - low)
-        # all between the tokens of bin i and those of the next bin that has any
-        far = self._edge((below <= shares).sum(0, keepdim=True).clamp(max=self.bins))
-        nearest = torch.maximum(torch.minimum(far, high.clamp(min=0)), high)
-        quantile = torch.where(below.gather(0, i) == shares, nearest, inner)
-        opened = available > 0
-        step = torch.where(opened, quantile.squeeze(0), 0)
-        bias = self.bias.double() + part * step
-        # experts that fill up with tokens of tiny scores are exact around 0, so the largest bias is 0
-        top = bias.masked_fill(~opened, -math.inf).amax()
-        counted = opened.any()
-        self.bias.copy_(torch.where(counted & opened, (bias - top).float(), self.bias))
-        size = torch.where(i < half, half - 1 - i, i - half).squeeze(0).masked_fill(~opened, 0).amax()
-        self.octave.copy_(torch.where(counted, self._next_octave(size), self.octave))
-        self.updates.copy_(self.updates + counted)
-        self.load.copy_(torch.where(counted, self._load_in(counts), self.load))
-        self.counts.zero_()
-
-    def _load_in(self, counts: Tensor) -> Tensor:
-        return counts[: self.bins // 2].sum(0)
-
-    def _next_octave(self, size: Tensor) -> Tensor:
-        """Where the next bins end, if this bin of a sign has the largest quantile."""
-        lowest, dropped = window(self.octave, self.bins)
-        octave = ((size << dropped) + lowest) >> MANTISSA
-        outside = (size == self.bins // 2 - 1) | ((size == 0) & (self.octave > 0))
-        return torch.where(outside, 0, (octave + 1 + ABOVE).clamp(LOWEST, HIGHEST))
-
-    def _edge(self, i: Tensor) -> Tensor:
-        """The lower edge of bin i, in float64."""
-        lowest, dropped = window(self.octave, self.bins)
-        steps = i - self.bins // 2
-        bits = ((steps.abs() << dropped) + lowest).clamp(max=LARGEST).int()
-        return bits.view(torch.float32).double() * steps.sign()
 
     def _reset_bias(self) -> None:
         super()._reset_bias()
@@ -362,10 +320,59 @@ def _totals(balancers: list[QuantileBalancer], group: Any) -> list[Tensor]:
     return [part.view_as(counts).to(counts.device) for part, counts in zip(parts, totals, strict=True)]
 
 
+def _step(balancers: Sequence[QuantileBalancer], counts: Tensor, part: float) -> None:
+    """An update of L balancers of one kind with these counts, (L, bins + 1, E), by this part of the
+    quantiles."""
+    bins = balancers[0].bins
+    half = bins // 2
+    before, octave, updates, load = (
+        torch.stack([each.get_buffer(name) for each in balancers])
+        for name in ("bias", "octave", "updates", "load")
+    )
+    below = counts[:, :-1].cumsum(1)
+    available = below[:, -1]
+    shares = _shares(available, counts[:, -1], balancers[0].k).unsqueeze(1)
+    i = (below < shares).sum(1, keepdim=True).clamp(max=bins - 1)
+    after = (below <= shares).sum(1, keepdim=True)  # the next bin that has any tokens, if i is filled exactly
+    inside, reached = counts.gather(1, i), below.gather(1, i)
+    fraction = ((shares - reached + inside) / inside.clamp(min=1)).clamp(0, 1)
+    lowest, dropped = window(octave, bins)
+    steps = torch.cat((i, i + 1, after), 1) - half
+    bits = ((steps.abs() << dropped.view(-1, 1, 1)) + lowest.view(-1, 1, 1)).clamp(max=LARGEST).int()
+    low, high, far = (bits.view(torch.float32).double() * steps.sign()).split(1, 1)  # the lower edges
+    inner = low + fraction * (high - low)
+    # all between the tokens of bin i and those of the next bin are quantiles
+    nearest = torch.maximum(torch.minimum(far, high.clamp(min=0)), high)
+    closed, counted = available == 0, available.any(-1)
+    quantile = torch.where(reached == shares, nearest, inner).squeeze(1).masked_fill(closed, 0)
+    bias = before.double() + part * quantile
+    # experts that fill up with tokens of tiny scores are exact around 0, so the largest bias is 0
+    bias = (bias - bias.masked_fill(closed, -math.inf).amax(-1, keepdim=True)).float()
+    size = torch.maximum(steps[:, 0], ~steps[:, 0]).masked_fill(closed, 0).amax(-1)  # of either sign
+    end = (((size << dropped) + lowest) >> MANTISSA) + (1 + ABOVE)
+    outside = (size == half - 1) | ((size == 0) & (octave > 0))
+    new = {
+        "octave": torch.where(counted, end.clamp(LOWEST, HIGHEST).masked_fill(outside, 0), octave),
+        "updates": updates + counted,
+        "load": torch.where(counted.unsqueeze(-1), below[:, half - 1], load),
+    }
+    copy_each([each.bias for each in balancers], torch.where(closed, before, bias).unbind())
+    copy_each(
+        [each.get_buffer(name) for name in new for each in balancers],
+        [value for values in new.values() for value in values.unbind()],
+    )
+    zero_each([each.counts for each in balancers])
+
+
+def _shares(available: Tensor, shut: Tensor, k: int) -> Tensor:
+    """How many tokens every expert should get, (..., E), in float64, of those it is open and closed to."""
+    return even_shares((available + shut).amax(-1, keepdim=True) * k, available.double())
+
+
 def even_shares(total: Tensor, most: Tensor) -> Tensor:
     """The same for all, min(s, most_j), with the sum ``total``; or ``most`` where that is not enough."""
-    ordered = most.sort().values
-    others = torch.arange(len(most), 0, -1, device=most.device)  # that get more than all before them
-    s = (total - ordered.cumsum(0) + ordered) / others
+    ordered = most.sort(-1).values
+    others = torch.arange(most.shape[-1], 0, -1, device=most.device)  # that get more than all before them
+    s = (total - ordered.cumsum(-1) + ordered) / others
     # s rises up to the first that it does not fill, and does not rise from there on
-    return most.clamp(max=s.amax())
+    return most.minimum(s.amax(-1, keepdim=True))
