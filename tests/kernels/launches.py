@@ -54,7 +54,11 @@ def test_triton_would_start_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.selectable(x, 3.0)
     kernels.laplace_count(x.bfloat16(), x.bfloat16(), one)
     kernels.uniform(seed, 4, 8, 1 << 40)
-    assert len(set(checked)) >= 9 and len(checked) >= 11
+    whole, best = torch.zeros((), dtype=torch.int64), torch.zeros(512, 5, dtype=torch.int64)
+    given = (torch.zeros(65, 64, dtype=torch.int64), x, x[:, :5], best, whole, whole)
+    kernels.count_distances(*given, None, None, None, None)
+    kernels.count_distances(*given, x[:, 0] > 0, x[:, :4], x[:, :3], x[:, :4] > 0)
+    assert len(set(checked)) >= 10 and len(checked) >= 13
 
 
 def test_kernels_that_triton_compiles_are_plain() -> None:
