@@ -2,7 +2,7 @@
 
     python -m benchmarks.sae --data-dir FOLDER --sets hidden sums             # these activations only
     python -m benchmarks.sae --data-dir FOLDER --only khot SAELens            # these trainings only
-    python -m benchmarks.sae --data-dir FOLDER --steps 3000 --out FILE        # longer ones
+    python -m benchmarks.sae --data-dir FOLDER --steps 3000                   # longer ones
 
 All get the same activations in the same order, 1,000 batches of 256, and learn 512 latents of which an input
 gets 16. The activations, none of which is centred or scaled but where it says so:
@@ -34,6 +34,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import math
 import sysconfig
 import time
@@ -55,7 +56,7 @@ from reproduce.harness import reporting, training
 from reproduce.harness.data import Images, load_mnist
 
 PATH = Path(__file__).parent / "results" / "sae.md"
-LATENTS, K, BATCH = 512, 16, 256
+LATENTS, K, BATCH, STEPS = 512, 16, 256, 1000
 SETS = ("hidden", "before relu", "first", "first before relu", "standardised", "sums")
 CUTS = {"hidden": 4, "before relu": 3, "first": 2, "first before relu": 1}  # modules before the activations
 LAYERS = (1, 3, 5)
@@ -309,8 +310,21 @@ def cell(cases: list[dict[str, Any]]) -> str:
     )
 
 
-def write(path: Path, results: report.Results) -> None:
-    """Tables of the packages, a row for each set, and one of khot's other forms, a row for each form."""
+def write(path: Path) -> None:
+    """Tables of the packages, a row for each set, of the loss that they recover, and of khot's other forms, a
+    row for each form; then the same of longer trainings."""
+    text = (
+        "# Sparse autoencoders beside other packages\n\nVariance of new vectors unexplained, % (latents that "
+        "none of them uses, %), mean and standard deviation over the seeds; and the median of the CPU time "
+        "of a step over all sets, which other work on the machine makes longer."
+    )
+    found = [json.loads(file.read_text("utf-8")) for file in path.parent.glob(f"{path.stem}*.json")]
+    for results in sorted(found, key=lambda results: results["setting"]["steps"]):
+        text += "\n\n" + section(results)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def section(results: report.Results) -> str:
     cases = list(results["cases"].values())
     found = {key: reporting.where(cases, set=key[0], method=key[1]) for key in product(SETS, METHODS)}
 
@@ -322,27 +336,26 @@ def write(path: Path, results: report.Results) -> None:
     times = [sorted(reporting.column(reporting.where(cases, method=name), "ms")) for name in beside]
     first = [[name, *(cell(found[name, method]) for method in beside)] for name in used(SETS, 0)]
     first.append(["ms a step", *(f"{each[len(each) // 2]:.1f}" for each in times)])
-    judged = [name for name in used(CUTS, 0) if all("recovered" in case for case in found[name, "khot"])]
     loss = [
-        [
-            name,
-            *(reporting.spread(reporting.column(found[name, method], "recovered"), 2) for method in beside),
-        ]
-        for name in judged
+        [name, *(reporting.spread(reporting.column(found[name, each], "recovered"), 2) for each in beside)]
+        for name in used(CUTS, 0)
+        if all("recovered" in case for case in found[name, "khot"])
     ]
     ours = used(ours, 1)
     names = [name for name in SETS if any(found[name, method] for method in ours)]
     second = [[method, *(cell(found[name, method]) for name in names)] for method in ours]
-    setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
-    extra = f"## Other forms of khot\n\n{report.table(['', *names], second)}" if ours else ""
-    path.write_text(
-        f"# Sparse autoencoders beside other packages\n\n{setting}\n\nVariance of new vectors unexplained, % "
-        "(latents that none of them uses, %), mean and standard deviation over the seeds; and the median of "
-        "the CPU time of a step over all sets, which other work on the machine makes longer.\n\n"
-        f"{report.table(['', *beside], first)}\n\n## Loss recovered, %\n\n"
-        f"{report.table(['', *beside], loss)}\n\n{extra}",
-        encoding="utf-8",
-    )
+    setting = {key: value for key, value in results["setting"].items() if key != "steps"}
+    tables = {
+        "": (beside, first),
+        ": loss recovered, %": (beside, loss),
+        ": other forms of khot": (names, second),
+    }
+    parts = [
+        f"## {results['setting']['steps']:,} steps{of}\n\n{report.table(['', *head], body).strip()}"
+        for of, (head, body) in tables.items()
+        if body
+    ]
+    return "\n\n".join([*parts, "; ".join(f"{key}: {value}" for key, value in setting.items())])
 
 
 def packages() -> str:
@@ -359,14 +372,16 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with MNIST's four gzipped files")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--only", nargs="+", choices=METHODS, default=tuple(METHODS), metavar="METHOD")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=PATH)
     parser.add_argument("--cache", type=Path, default=Path("khot-results") / "sae", help="for activations")
     args = parser.parse_args()
     torch.set_num_threads(1)
     setting = {"steps": args.steps, "packages": packages(), **report.machine(cpu_time=True)}
-    results = report.resume(args.out.with_suffix(".json"), setting)
+    path = args.out.with_suffix(".json")
+    path = path if args.steps == STEPS else path.with_stem(f"{path.stem}_{args.steps}")
+    results = report.resume(path, setting)
     todo = [
         (seed, name, method)
         for parts in (False, True)  # the comparison comes first
@@ -389,8 +404,8 @@ def main() -> None:
                 if case not in results["cases"]:
                     found = measure(name, method, seed, args.steps, args.data_dir, args.cache)
                     results["cases"][case] = {"set": name, "method": method, "seed": seed, **found}
-                    report.save(args.out.with_suffix(".json"), results)
-                    write(args.out, results)
+                    report.save(path, results)
+                    write(args.out)
                 progress.advance(bar)
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.")
