@@ -266,11 +266,22 @@ def autoencoders(name: str) -> list[str]:
     """Of khot, and of each package as it is and at its best rate."""
     khot, *others = rows("sae.md")[name]
     ways = others[:3], others[3:]
-    return [khot, *(cell for way in ways for cell in (way[0], min(way, key=lambda x: float(x.split()[0]))))]
+    return [khot, *(cell for way in ways for cell in (way[0], least(way)))]
+
+
+def longer(name: str) -> list[str]:
+    """The same after 3,000 steps, at two rates."""
+    khot, *others = rows("sae.md", "3,000 steps")[name]
+    return [khot, least(others[:2]), least(others[2:])]
+
+
+def least(cells: Iterable[str]) -> str:
+    return min(cells, key=lambda cell: float(cell.split()[0]))
 
 
 AUTOENCODERS: list[tuple[str, Figures]] = [
-    (f"| {words} | **{{}}** |" + " {} |" * 4, functools.partial(autoencoders, name))
+    (f"| {words} | **{{}}** |" + " {} |" * others, functools.partial(figures, name))
+    for figures, others in ((autoencoders, 4), (longer, 2))
     for words, name in {
         "second hidden layer": "hidden",
         "before its relu": "before relu",
