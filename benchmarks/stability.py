@@ -6,12 +6,13 @@ and the other options at one width. Each says what is left unexplained, how many
 unused, and the highest rise: the largest error of a batch beside the smallest one before it, from step 20 on.
 Batches differ by a few percent; a rise of 1.5 is no chance.
 
-    python -m benchmarks.stability --steps 10000 --only "512 latents" --out FILE     # longer, of these rows
+    python -m benchmarks.stability --steps 10000 --only "512 latents, k = 16"    # longer
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16, batch": {"dtype": torch.bfloat16, "batch": True},
     "straight-through": {"tau": 0.1, "hard": True},
 }
-START, RISE = 20, 1.5
+STEPS, START, RISE = 200, 20, 1.5
 
 
 def measure(latents: int, k: int, rate: float, options: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -79,38 +80,46 @@ def every_case() -> list[tuple[str, int, int, dict[str, Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="where the training of sparse autoencoders is steady")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORDS", help="rows with any of these words"
     )
     parser.add_argument("--out", type=Path, default=PATH)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    setting = {"steps": args.steps, **report.machine(cpu_time=True)}
-    results = report.resume(args.out.with_suffix(".json"), setting)
+    path = args.out.with_suffix(".json")
+    path = path if args.steps == STEPS else path.with_stem(f"{path.stem}_{args.steps}")
+    results = report.resume(path, {"steps": args.steps, **report.machine(cpu_time=True)})
     cases = [case for case in every_case() if any(words in case[0] for words in args.only)]
     for name, latents, k, options in sorted(cases, key=lambda case: case[1]):  # the short ones first
         for rate in RATES:
             key = f"{name}, {rate:g}"
             if key not in results["cases"]:
                 results["cases"][key] = measure(latents, k, rate, options, args.steps)
-                report.save(args.out.with_suffix(".json"), results)
+                report.save(path, results)
                 print(key, cell(results["cases"][key]), flush=True)
-    write(args.out, cases, results)
+    write(args.out)
 
 
-def write(path: Path, cases: list[tuple[str, int, int, dict[str, Any]]], results: report.Results) -> None:
-    rows = [
-        [name, *(cell(results["cases"].get(f"{name}, {rate:g}")) for rate in RATES)] for name, *_ in cases
-    ]
-    said = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
-    path.write_text(
-        f"# Where the training of sparse autoencoders is steady\n\n{said}\n\nVariance of new vectors "
-        "unexplained, % (latents that none of them uses, %; and how far the error of a batch rises above the "
-        f"smallest one before it, where that is more than {RISE}).\n\n"
-        + report.table(["rate", *(f"{rate:g}" for rate in RATES)], rows),
-        encoding="utf-8",
+def write(path: Path) -> None:
+    """A table for each number of steps."""
+    text = (
+        "# Where the training of sparse autoencoders is steady\n\nVariance of new vectors unexplained, % "
+        "(latents that none of them uses, %; and how far the error of a batch rises above the smallest one "
+        f"before it, where that is more than {RISE})."
     )
+    found = [json.loads(file.read_text("utf-8")) for file in path.parent.glob(f"{path.stem}*.json")]
+    for results in sorted(found, key=lambda results: results["setting"]["steps"]):
+        setting, cases = results["setting"], results["cases"]
+        rows = [
+            [name, *(cell(cases.get(f"{name}, {rate:g}")) for rate in RATES)]
+            for name, *_ in every_case()
+            if any(f"{name}, {rate:g}" in cases for rate in RATES)
+        ]
+        text += f"\n\n## {setting['steps']:,} steps\n\n"
+        text += report.table(["rate", *(f"{rate:g}" for rate in RATES)], rows).strip()
+        text += "\n\n" + "; ".join(f"{key}: {value}" for key, value in setting.items() if key != "steps")
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
