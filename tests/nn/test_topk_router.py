@@ -181,6 +181,16 @@ def test_padding_goes_to_no_expert() -> None:
     assert bool((nothing.indices == E).all()) and nothing.load.sum() == 0 and nothing.z_loss == 0
 
 
+@pytest.mark.parametrize("balanced", [True, False])
+def test_indices_are_the_callers_own(balanced: bool) -> None:
+    router = TopKRouter(D, E, K, balancer=QuantileBalancer(E, K) if balanced else None)
+    routing = router(normal(3, 7, D))
+    assert routing.indices.is_contiguous()
+    routing.indices.add_(1)  # autograd needs what it was
+    routing.topk_weights[..., 0].sum().backward()
+    assert router.weight.grad is not None and router.weight.grad.isfinite().all()
+
+
 def test_jitter_moves_what_the_router_sees_in_train_mode() -> None:
     torch.manual_seed(0)
     router, x = TopKRouter(D, E, K, jitter=0.2), torch.ones(500, D)

@@ -213,6 +213,8 @@ class TopKRouter(nn.Module):
         if taken is not None:
             weights = weights.masked_fill(~taken, 0)
             indices = indices.masked_fill(~taken, self.num_experts)
+        else:  # autograd has kept these, and they may be some columns of more
+            indices = indices.clone(memory_format=torch.contiguous_format)
         load = count.to(wide) / tokens
         weights = in_dtype(weights, input.dtype)
         return TopKRouting(weights, indices, logits, load, evenness(load), dropped, sizes.sum() / tokens)
