@@ -141,3 +141,16 @@ def test_hard_rows(cdf: str, by: str, n: int, seed: int) -> None:
     missed, passes = solved(x, w, budget, tau, cdf, by)
     assert passes.max() <= MOST
     assert missed.max() <= 1
+
+
+@pytest.mark.parametrize("by", ["score", "value"])
+@pytest.mark.parametrize("cdf", CDFS)
+def test_the_unit_of_the_costs_does_not_count(cdf: str, by: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = 15 * torch.randn(4, 200, generator=g, dtype=torch.float64)
+    w, tau = torch.rand(4, 200, generator=g, dtype=torch.float64) + 0.1, torch.ones(4, dtype=torch.float64)
+    unit = 2.0**30
+    _, passes = solved(x, w, 0.2 * w.sum(-1), tau, cdf, by)
+    missed, in_units = solved(x, unit * w, 0.2 * unit * w.sum(-1), tau, cdf, by)
+    assert (in_units - passes).abs().max() <= 1
+    assert missed.max() <= 1

@@ -64,7 +64,7 @@ def narrow_pass(p: Problem, scales: Scales, at: Window, running: Tensor) -> tupl
     bins = min(1024, max(32, n // 8)) if p.row.here else 256  # must be the same on every process
     inner, outer, quantile = at.low.unsqueeze(-1), at.high.unsqueeze(-1), scales.quantile.unsqueeze(-1)
     unit = p.tau / p.survey.dearest if p.by_value else p.tau  # of a level, as much as τ is of a score
-    far = outer - inner > FAR * p.tau.unsqueeze(-1)
+    far = outer - inner > FAR * unit.unsqueeze(-1)
     zero = at.low.new_zeros(*batch, bins + 2)
     costs, least, most = zero, zero + math.inf, zero - math.inf
     for part, tile in tiles(p.x):

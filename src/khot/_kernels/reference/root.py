@@ -10,8 +10,8 @@ over the row leave a pass, so that rows may be spread over processes. There are 
    converges too slowly.
 4. The search evaluates many points in a pass, which rules propose from both ends of the bracket.
 
-A point is taken only if it lies inside the bracket, so that a rule may fail but never mislead; and the middle
-is taken in its place, or besides.
+A point is taken only if it lies inside the bracket, so that a rule may fail but never mislead. Points spread
+over the bracket take its place, for Newton's method the middle, and the middle is tried besides.
 
 The threshold is a pair t = hi + lo, and x − hi·a is computed with one rounding, so that z has full accuracy
 for the entries near t however large x/τ is. By value this ends where z needs more digits than the pair
@@ -164,7 +164,7 @@ def _start(p: Problem, scales: Scales) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low, high = low.clamp(-far, far), high.clamp(-far, far)
     mean, ones = mean / total, ones / total
     variance = (square / total - mean * mean).clamp(min=0)
-    noise = p.tau.square() * p.cdf.variance * ones
+    noise = per(p.tau.square() * p.cdf.variance * ones, p.survey.dearest if p.by_value else None)
     own = (quantile / p.tau - p.cdf.mean) / math.sqrt(p.cdf.variance)
     unit = torch.lerp(quantile_of(Normal(), p.budget, scales.rest), own, noise / (noise + variance))
     guess = mean - p.tau * p.cdf.mean * ones - unit * torch.sqrt(variance + noise)
