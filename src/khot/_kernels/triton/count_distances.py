@@ -47,7 +47,8 @@ def _count_distances(
     if closed_pointer is not None:
         group = column // size
         shut = tl.load(closed_pointer + row[:, None] * closed_stride + group, mask=valid, other=0) != 0
-    # of equal scores the first are chosen, and those of closed groups are offered as −inf
+    # of equal scores the first are chosen, so that the k-th best is the last of its equals that is; those of
+    # closed groups are offered as −inf
     at = row * values_stride + k
     last = tl.load(values_pointer + at - 1, mask=there, other=0.0)[:, None]
     next = tl.load(values_pointer + at, mask=there, other=0.0)[:, None]
