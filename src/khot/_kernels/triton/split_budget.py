@@ -136,7 +136,9 @@ def _weigh_budget_parts(
         power = tl.zeros((), tl.float32) + power_high
         n, rest, _inverse, finite = facts_of(found, k, k_rest, tau)
         hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, tau, power, CDF, BY)
-        fits = (rest > 0) & holds(n, rest, power, CDF) & (tl.abs(hi) < 1e30)
+        fits = (rest > 0) & holds(n, rest, power, CDF)
+        if BY != BY_VALUE:  # where a guess that is no number gives way to the middle of the bracket
+            fits = fits & (tl.abs(hi) < 1e30)
         ok = good & finite
         if not AT_MOST:  # then it does not matter if t = 0 spends less
             ok = ok & fits
