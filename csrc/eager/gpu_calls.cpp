@@ -169,7 +169,8 @@ PyObject* sampled(PyObject* const* asked, PyObject* generator, PyObject* least, 
   if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
   Tensor sample = solved(kSoftTopk, given, &draw);
   if (!sample.defined()) Py_RETURN_NONE;
-  return THPVariable_Wrap(narrow ? sample.to(dtype) : std::move(sample));
+  // Gradients of many rows are summed in float before they get the dtype of the logits.
+  return THPVariable_Wrap(narrow && rows == nullptr ? sample.to(dtype) : std::move(sample));
 }
 
 // One of the operators that are plain on a GPU alone.

@@ -66,7 +66,7 @@ struct Draw {
   const Tensor* rows = nullptr;  // which are not read
 
   // False if there are no launches for rows of probabilities like those of a signature, or for so many of
-  // them as there are rows; least is that of khot/_kernels/reference/draws.py.
+  // them as there are rows; least is that of khot/_kernels/reference/order_sampling.py.
   bool find(const Signature& like, PyObject* given_generator, PyObject* least, const Tensor* rows = nullptr);
 
   // Undefined, with no random number used, if nothing was started; unless the driver made an error.

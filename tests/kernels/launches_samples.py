@@ -174,6 +174,18 @@ def test_gates_draw_from_one_row_of_logits(
         assert layer(x).isnan().all() and answered == [True]
 
 
+def test_gradients_of_many_rows_are_summed_in_float(seen: list[recorded.Launch]) -> None:
+    layer, x = gate(torch.float16), scores(6, 32)
+    x[1::2] = -x[::2]  # so that the large ones cancel
+    with ordinary():
+        wanted = gated(layer, 1e6 * x)
+    gated(layer, x)
+    with answers("sample_of_one") as answered:
+        found = gated(layer, 1e6 * x)
+    assert answered == [True] and same(found[:2], wanted[:2])
+    assert torch.equal(found[2].isfinite(), wanted[2].isfinite())
+
+
 def test_gates_are_differentiated_again_and_in_batches(seen: list[recorded.Launch]) -> None:
     layer, x = gate(), scores(6, 32)
     with ordinary():
