@@ -35,7 +35,7 @@ def count_distances(
         biased: (..., E), scores with the biases. A token with a NaN is not counted.
         values, best: (..., k + 1), the largest of them that were offered, and their indices.
         updates: 0-dim, int64. After an odd number of them distances are from the middle of the two cutoffs.
-        octave: 0-dim, int64: where the bins end, as :class:`khot.nn.QuantileBalancer` has it.
+        octave: 0-dim, int64: where the bins end, as an exponent in the bits of a float32; 0: around 1.
         mask: None, or (...), bool; False where a token is not counted.
         sums, tops, closed: None, or of G groups of neighbours: (..., G), the sums by which groups are chosen;
             (..., M + 1), the largest of these; and (..., G), bool, whether the group is closed to the token.
