@@ -20,15 +20,7 @@ from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.exact import find_exactly, number64, share
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import (
-    any_row,
-    double,
-    joined,
-    reciprocal,
-    split,
-    store,
-    wide,
-)
+from khot._kernels.triton.fast import any_row, double, inverse_of, joined, reciprocal, split, store, wide
 from khot._kernels.triton.functions import (
     LAPLACE,
     LOGISTIC,
@@ -376,9 +368,7 @@ def pull(
     WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of rows' entries, and Σ z(F − T)."""
-    inverse = reciprocal(tau)
-    inverse = inverse * (2 - tau * inverse)  # to the last digit
-    scale = inverse * unit(CDF)
+    scale = inverse_of(tau) * unit(CDF)
     power = tl.zeros((), tl.float32) + power_high
     given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
     per, incoming = wide(per, TOGETHER), wide(grad, TOGETHER)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.fast import LOG2E, log2, plus, reciprocal, store, total, wide
+from khot._kernels.triton.fast import LOG2E, inverse_of, log2, plus, reciprocal, store, total, wide
 from khot._kernels.triton.functions import HUGE, POWER
 from khot._kernels.triton.pooled import pooled_moments, size, temperature, unpooled
 from khot._kernels.triton.resident import inside, load_rows
@@ -64,8 +64,7 @@ def find_gamma(
 def pooled_values(hi, lo, tau, power, P: tl.constexpr, TOGETHER: tl.constexpr):
     """What :func:`pooled_result` needs to know of rows."""
     heat, _ = temperature(hi + lo, tau, P)
-    scale = reciprocal(heat)
-    scale = scale * (2 - heat * scale)  # to the last digit
+    scale = inverse_of(heat)
     return (
         wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), wide(hi + lo, TOGETHER),
         wide(tau, TOGETHER), power,

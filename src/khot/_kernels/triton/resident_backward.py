@@ -19,7 +19,7 @@ from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import joined, plus, reciprocal, split, total, wide
+from khot._kernels.triton.fast import inverse_of, joined, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, OUTPUTS, THRESHOLD
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import entries, inside, numbers, place_rows, rescue
@@ -156,8 +156,7 @@ def threshold_of(hi_pointer, lo_pointer, tau, row, there):
     hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
     lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
     tau = numbers(*tau, row, there)[0]
-    inverse = reciprocal(tau)
-    return hi, lo, tau, inverse * (2 - tau * inverse)
+    return hi, lo, tau, inverse_of(tau)
 
 
 @triton.jit

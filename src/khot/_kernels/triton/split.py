@@ -30,7 +30,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import double, joined, reciprocal, split, two_sum
+from khot._kernels.triton.fast import double, inverse_of, joined, reciprocal, split, two_sum
 from khot._kernels.triton.functions import NORMAL, OUTPUTS, full_support, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled import pooled_terms, size, temperature
@@ -113,8 +113,7 @@ def _row_numbers(
     tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
     k, k_rest = split(k64)
     tau = tau64.to(tl.float32)
-    inverse = reciprocal(tau)
-    return k64, tau64, k, k_rest, tau, inverse * (2 - tau * inverse)
+    return k64, tau64, k, k_rest, tau, inverse_of(tau)
 
 
 @triton.jit
@@ -123,8 +122,7 @@ def _heat(t, tau, inverse, POOLED: tl.constexpr):
     POOLED has the exponent p = POOLED (:mod:`.pooled`)."""
     if POOLED > 0:
         heat, warming = temperature(t, tau, POOLED)
-        per_heat = reciprocal(heat)
-        return heat, per_heat * (2 - heat * per_heat), warming
+        return heat, inverse_of(heat), warming
     else:
         return tau, inverse, 0.0
 

@@ -18,7 +18,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_backward import pull_sums_exactly, settle_pull, write_pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import joined, reciprocal, split
+from khot._kernels.triton.fast import inverse_of, joined, split
 from khot._kernels.triton.functions import OUTPUTS, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident_backward import (
@@ -44,9 +44,7 @@ def _threshold(hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_lo
     hi64, lo64 = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
     tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
     hi, rest = split(hi64)
-    tau = tau64.to(tl.float32)
-    inverse = reciprocal(tau)
-    return hi64, lo64, tau64, hi, rest + lo64.to(tl.float32), inverse * (2 - tau * inverse)
+    return hi64, lo64, tau64, hi, rest + lo64.to(tl.float32), inverse_of(tau64.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["parts", "length"])

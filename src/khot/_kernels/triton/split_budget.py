@@ -75,7 +75,7 @@ def part_of(
 
 
 @triton.jit
-def _row_numbers(
+def _budget_and_tau(
     budget_pointer, budget_stride, budget_high, budget_low, tau_pointer, tau_stride, tau_high, tau_low, row
 ):  # fmt: skip
     """The budget as two numbers of float32, and τ as one."""
@@ -128,7 +128,7 @@ def _weigh_budget_parts(
         for i in tl.static_range(COUNT):
             moment = _in_unit(total_of_parts(left, i, parts, PARTS), per.to(tl.float64), i)
             found = found + (moment,)  # type: ignore[assignment]  # noqa: RUF005
-        k, k_rest, tau = _row_numbers(
+        k, k_rest, tau = _budget_and_tau(
             budget_pointer, budget_stride, budget_high, budget_low, tau_pointer, tau_stride, tau_high,
             tau_low, row,
         )  # fmt: skip
@@ -171,7 +171,7 @@ def _spend_parts(
             x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, part, n_columns, length, WIDTH
         )
         COUNT: tl.constexpr = paid_count(CDF, BY) + 1
-        k, k_rest, tau = _row_numbers(
+        k, k_rest, tau = _budget_and_tau(
             budget_pointer, budget_stride, budget_high, budget_low, tau_pointer, tau_stride, tau_high,
             tau_low, row,
         )  # fmt: skip
@@ -274,7 +274,7 @@ def _rescue_budgets(
     state = state_pointer + row * STATE
     status = tl.load(state + STATUS)
     if status != DONE:
-        k, k_rest, tau = _row_numbers(
+        k, k_rest, tau = _budget_and_tau(
             budget_pointer, budget_stride, budget_high, budget_low, tau_pointer, tau_stride, tau_high,
             tau_low, row,
         )  # fmt: skip
@@ -322,7 +322,7 @@ def _write_budget_parts(
     done = tl.load(state + STATUS) == DONE
     to = out_pointer + row * n_columns + start
     if done:
-        k, _, tau = _row_numbers(
+        k, _, tau = _budget_and_tau(
             budget_pointer, budget_stride, budget_high, budget_low, tau_pointer, tau_stride, tau_high,
             tau_low, row,
         )  # fmt: skip

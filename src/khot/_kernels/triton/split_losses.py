@@ -21,7 +21,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.triton import layout, split
 from khot._kernels.triton.exact import number64
-from khot._kernels.triton.fast import joined, reciprocal
+from khot._kernels.triton.fast import inverse_of, joined
 from khot._kernels.triton.fast import split as halves
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
@@ -80,8 +80,7 @@ def _loss_parts(
     mine = tl.minimum(n_columns - start, length).to(tl.int32)
     loss = per64 * 0 + float("nan")
     if tl.load(state_pointer + row * STATE + STATUS) == DONE:
-        inverse = reciprocal(tau)
-        scale = inverse * (2 - tau * inverse) * unit(CDF)
+        scale = inverse_of(tau) * unit(CDF)
         power = tl.zeros((), tl.float32) + power_high
         given = (hi64.to(tl.float32), lo64.to(tl.float32) * scale, scale, power)
         column, there = tl.arange(0, WIDTH), row >= 0

@@ -24,6 +24,7 @@ from khot._kernels.triton.fast import (
     any_row,
     before,
     double,
+    inverse_of,
     log2,
     plus,
     reciprocal,
@@ -568,8 +569,7 @@ def iterate(
         warming = 0.0
         if POOLED > 0:
             tau, warming = temperature(hi + lo, own_tau, POOLED)
-            inverse = reciprocal(tau)
-            inverse = inverse * (2 - tau * inverse)  # to the last digit
+            inverse = inverse_of(tau)
             scale = inverse * unit(CDF)
         # Constants stay constants only in a tuple that has no name; and no sums of this name may come
         # from before the loop, which a row that streams past would carry along in another precision.
@@ -637,8 +637,7 @@ def find(
                 n, first, second = over(
                     x, at, n_columns, moment_terms, wide(origin, TOGETHER), 3, TOGETHER, PIECES, WIDTH, False
                 )
-    inverse = reciprocal(tau)
-    inverse = inverse * (2 - tau * inverse)  # to the last digit
+    inverse = inverse_of(tau)
     scale = inverse * unit(CDF)
     rest = n - k
     ok = (k > 0) & (rest > 0) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
