@@ -24,17 +24,18 @@ help: ## list these commands
 
 .venv: $(HAS)dev ## build the virtual environment with all that any command needs
 
-# torch goes in first and the build is not isolated, so that compiled parts are built against it.
+# torch goes in first and the build is not isolated, so that compiled parts are built against it. torch compiles on all
+# cores if it finds ninja.
 $(HAS)torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt setuptools wheel torch
+	$(PIP) install -c constraints.txt ninja setuptools wheel torch
 	touch $@
 
 # An extra of pyproject.toml; dev holds all of them. pip, which keeps one core busy, fetches the packages beside the
 # compiler.
 $(HAS)%: $(HAS)torch pyproject.toml setup.py $(CSRC)
 	KHOT_PURE=1 $(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]' & pip=$$!; \
-	$(BIN)/python setup.py --quiet build_ext --inplace; wait $$pip
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace; wait $$pip
 	touch $(addprefix $(HAS),$(if $(filter dev,$*),dev docs lint release reproduce test,$*))
 
 demo: $(HAS)reproduce ## learn which pixels distinguish digits, and draw them

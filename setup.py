@@ -33,7 +33,7 @@ SANITIZE = [
 
 # what the compiled kernels need: the oldest torch whose stable interface has all that they use
 OLDEST_TORCH = "2.10"
-EAGER = sorted(glob.glob(os.path.join("csrc", "eager", "*.cpp")))
+EAGER = os.path.join("csrc", "eager")
 # They take half a minute each, so they are compiled first, beside each other.
 FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "avx2")]
 # Half of each is torch's headers, and what they do for a row is little beside what the kernels do for it. The
@@ -135,7 +135,8 @@ def extension() -> dict[str, Any]:
     # Python's own flags ask for debug symbols, which take nine tenths of the file
     debug = ["-g1"] if sanitize else ["-g0"]
     strip = ["-Wl,-s"] if sys.platform == "linux" and not sanitize else []
-    others = sorted(set(glob.glob("csrc/**/*.cpp", recursive=True)) - {*EAGER, *FAST})
+    sources = glob.glob("csrc/**/*.cpp", recursive=True)
+    others = sorted({source for source in sources if not source.startswith(EAGER)} - {*FAST})
     kernels = CppExtension(
         "khot._C",
         [*FAST, *others],
@@ -166,8 +167,8 @@ def extension() -> dict[str, Any]:
     version = torch.__version__.split("+")[0].replace(".", "_")
     eager = CppExtension(
         f"khot._eager_{version}",
-        EAGER,
-        depends=["csrc/kernels.h", "csrc/bindings/rows.h", *glob.glob("csrc/eager/*.h")],
+        [os.path.join(EAGER, "all.cpp")],
+        depends=["csrc/kernels.h", "csrc/bindings/rows.h", *glob.glob(os.path.join(EAGER, "*"))],
         include_dirs=[os.path.abspath("csrc")],
         extra_compile_args=["-O2", "-fvisibility=hidden", "-Wno-psabi", *debug, *sanitize],
         extra_link_args=[*strip, *sanitize],
