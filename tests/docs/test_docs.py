@@ -119,6 +119,17 @@ def test_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert (DOCS / "figures" / path.name).exists()
 
 
+@pytest.mark.parametrize("name", ["headline", "uses", "sae_parts"])
+def test_figures_of_tables_show_the_tables(name: str, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    script = runpy.run_path(str(DOCS / "figures.py"))
+    found: list[str] = []
+    script[name].__globals__["save"] = lambda figure, *_, **__: found.append(script["shown"](figure))
+    script[name](tmp_path)
+    with image.open(DOCS / "figures" / f"{name}.png") as picture:
+        assert [picture.text["Description"]] == found, "`make figures` draws it anew"
+
+
 def test_pictures_exist() -> None:
     for page in PAGES:
         for source in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
