@@ -874,6 +874,32 @@ def test_any_call_ends_in_its_exception_or_a_valid_answer(call: Call) -> None:
             "; did you mean 'pareto'?",
         ),
         (lambda: khot.nn.Anneal(1.0, 0.5, schedule="linar"), ValueError, "; did you mean 'linear'?"),
+        (
+            lambda: khot.losses.ndcg_loss(torch.ones(3), torch.ones(3), reduction="meen"),  # type: ignore[arg-type]
+            ValueError,
+            "; did you mean 'mean'?",
+        ),
+        (
+            lambda: khot.nn.TopKSAE(3, 5, k=2).loss(torch.ones(1, 3), "lgo"),  # type: ignore[arg-type]
+            ValueError,
+            "; did you mean 'log'?",
+        ),
+        (
+            lambda: khot.nn.sae_to_layout(khot.nn.TopKSAE(3, 5, k=2), "saelen"),  # type: ignore[arg-type]
+            ValueError,
+            "; did you mean 'saelens'?",
+        ),
+        (
+            lambda: khot.losses.ndcg_loss(torch.ones(2), torch.tensor([1.0, -1.0])),
+            ValueError,
+            "relevance must be finite and >= 0, but got -1.0",
+        ),
+        (
+            lambda: khot.nn.SoftTopK(torch.tensor([8.0, 4.0])),  # type: ignore[arg-type]
+            ValueError,
+            "k must be one number, or a module that returns one, but got shape (2,); functions such as "
+            "khot.soft_topk take one for each row",
+        ),
         (lambda: khot.soft_topk(torch.ones(3), 1, cdf="xyz"), ValueError, "but got 'xyz'"),
         (lambda: khot.soft_topk(torch.ones(3), 1, cdf=khot.cdfs.Normal), TypeError, "call it: Normal()"),
         (lambda: khot.soft_topk(torch.ones(3), 1, 0.5), TypeError, "such as tau, go by name"),

@@ -54,6 +54,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("results/"):
         page.meta.setdefault("search", {"boost": REPORTS})
+    markdown = re.sub(r"\((notebooks/\w+)\.ipynb\)", r"(\1.md)", markdown)
     markdown = markdown.replace("<!-- benchmarks -->", benchmarks())
     return markdown.replace("<!-- results -->", results())
 

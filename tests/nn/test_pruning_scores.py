@@ -115,7 +115,7 @@ def test_costs_are_those_of_a_soft_budget() -> None:
 def test_tied_weights_have_one_score() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    prune_global([(layer, "weight") for layer in model], 0.5, by="score")
+    prune_global([(layer, "weight") for layer in model], 0.5, tau=0.5, by="score")
     assert sum("score" in name for name, _ in model.named_parameters()) == 1
     assert torch.equal(model[0].weight, model[1].weight)  # type: ignore[arg-type]
 
@@ -129,7 +129,7 @@ def test_compiles_whole(training: bool) -> None:
 
 def test_scores_of_half_precision_weights_are_kept_in_single() -> None:
     model = layers(dtype=torch.bfloat16)
-    prune_global([(model[0], "weight"), (model[2], "weight")], 0.6, by="score")
+    prune_global([(model[0], "weight"), (model[2], "weight")], 0.6, tau=0.5, by="score")
     assert {score.dtype for score in scores(model)} == {torch.float32}
     model(torch.randn(2, 6, dtype=torch.bfloat16)).sum().backward()
     assert model[0].weight.dtype == torch.bfloat16  # type: ignore[union-attr]
@@ -162,5 +162,12 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match=r"by must be one of .* did you mean 'score'"):
         prune_global([(layer, "weight")], 0.5, by="scores")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"p must be 2 with by='score', but got 1\.5"):
-        prune_global([(layer, "weight")], 0.5, by="score", p=1.5)
+        prune_global([(layer, "weight")], 0.5, tau=0.5, by="score", p=1.5)
+    with pytest.raises(
+        ValueError, match=r"tau must be given with by='score', .*Anneal\(100 \* r, r, steps\)"
+    ):
+        prune_global([(layer, "weight")], 0.5, by="score")
+    for parameters in (layer, [layer.weight], [layer], [(layer, 1)], [(layer,)]):
+        with pytest.raises(TypeError, match=r"must be pairs \(module, name\), such as \[\(m, .weight.\)"):
+            prune_global(parameters, 0.5)  # type: ignore[arg-type]
     assert not nn.utils.parametrize.is_parametrized(layer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -384,6 +385,8 @@ def _domain(low: float, high: float, low_open: bool, integer: bool) -> str:
     low, high = plain(low), plain(high)
     if low_open:
         return f"be finite and > {low}"
+    if high == sys.float_info.max:
+        return f"be finite and >= {low}"
     return f"be an integer in [{low}, {high}]" if integer else f"lie in [{low}, {high}]"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from khot._core.names import unknown
 from khot._core.rows import batch
 from khot._ops.ranking_losses import counted_mean
 
@@ -16,8 +17,8 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def check_reduction(reduction: Reduction) -> Reduction:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', but got {reduction!r}")
+    if reduction not in get_args(Reduction):
+        raise unknown("reduction", reduction, get_args(Reduction))
     return reduction
 
 

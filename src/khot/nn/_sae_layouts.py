@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from khot._core import arguments
+from khot._core.names import unknown
 from khot._core.precision import at_least_single, widen
 from khot.nn._sae_kinds import (
     KINDS,
@@ -435,7 +436,7 @@ def _state(sae: TopKSAE, told: Told) -> dict[str, Tensor]:
 
 def _check_layout(layout: str) -> None:
     if layout not in get_args(Layout):
-        raise ValueError(f"layout must be one of {_layouts()}, but got {layout!r}")
+        raise unknown("layout", layout, get_args(Layout))
 
 
 def _layouts() -> str:

@@ -25,6 +25,11 @@ Value = float | nn.Module  # a module is called without arguments and returns th
 
 def positive(value: Value, name: str) -> Value:
     """The value, checked if it is a number."""
+    if isinstance(value, Tensor) and value.numel() > 1:
+        raise ValueError(
+            f"{name} must be one number, or a module that returns one, but got shape {tuple(value.shape)}; "
+            "functions such as khot.soft_topk take one for each row"
+        )
     if not isinstance(value, nn.Module):
         arguments.per_row(value, name, torch.empty(1), low=0, low_open=True)
     return value

@@ -77,7 +77,7 @@ def prune_global(
     parameters: Iterable[tuple[nn.Module, str]],
     amount: int | Value,
     *,
-    tau: Value = 1.0,
+    tau: Value | None = None,
     p: float = 2.0,
     by: By = "magnitude",
     min_share: float = 0.0,
@@ -96,6 +96,7 @@ def prune_global(
             that several modules share (tied weights) is given for each of them; it counts once and is pruned
             alike in all of them, and its costs add up.
         amount, tau, p: as for :func:`prune_magnitude`; amount is of the entries of all parameters together.
+            tau has to be given with ``by="score"``, and is 1 otherwise.
         by: ``"magnitude"``, or ``"score"`` for scores that are learned.
         min_share: the least share of the entries of each parameter that is kept, in [0, 1], rounded to a
             number of entries. It protects small layers, and those with small weights, from being pruned away.
@@ -139,8 +140,9 @@ def prune_global(
 
     Raises:
         ValueError, AttributeError: as :func:`prune_magnitude`; also for no parameters, or one that is given
-            twice; for shares out of range, or with which the amount cannot be kept; and for a cost that is
-        negative or not finite, does not broadcast, or is not one per parameter.
+            twice; for scores without a tau; for shares out of range, or with which the amount cannot be kept;
+            and for a cost that is negative or not finite, does not broadcast, or is not one per parameter.
+        TypeError: parameters are not pairs (module, name).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
@@ -159,12 +161,22 @@ def prune_global(
         >>> 0.49 < (14 * 14 * kept[0] + kept[1]) / (14 * 14 * 216 + 15680) <= 0.5
         True
     """
-    members = list(parameters)
+    members = [] if isinstance(parameters, nn.Module) else list(parameters)
+    if isinstance(parameters, nn.Module) or not all(map(_is_pair, members)):
+        raise TypeError(
+            "parameters must be pairs (module, name), such as "
+            '[(m, "weight") for m in model.modules() if isinstance(m, torch.nn.Linear)]'
+        )
     if not members or len({(id(module), name) for module, name in members}) < len(members):
         raise ValueError(f"parameters must be one or more, each given once, but got {members}")
     for module, name in members:
         _plain_parameter(module, name)
-    group = _Group(members, amount, tau, p, by, min_share, max_share, cost)
+    if tau is None and by == "score":
+        raise ValueError(
+            "tau must be given with by='score', in units of the scores, and should fall: for Adam at a rate r, "
+            "such as khot.nn.Anneal(100 * r, r, steps)"
+        )
+    group = _Group(members, amount, 1.0 if tau is None else tau, p, by, min_share, max_share, cost)
     scores = group.new_scores() if by == "score" else None
     for index, (module, name) in enumerate(members):
         part = _Pruned(group, index)
@@ -333,6 +345,12 @@ class _Blocks:
 
     def settings(self) -> dict[str, Any]:
         return {"n": self.n, "m": self.m, "dim": self.dim, "tau": self.tau}
+
+
+def _is_pair(member: object) -> bool:
+    if not isinstance(member, (tuple, list)) or len(member) != 2:
+        return False
+    return isinstance(member[0], nn.Module) and isinstance(member[1], str)
 
 
 class _Group:

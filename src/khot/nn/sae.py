@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.names import unknown
 from khot._core.precision import at_least_single, wide_dtype, widen, without_autocast
 from khot._ops.product import product
 from khot._ops.selected import best_of_product, selected_dot, selected_sum
@@ -876,7 +877,7 @@ def _raw(effective: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_kind(kind: Loss, name: str) -> None:
     if kind not in get_args(Loss):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(Loss)))}, but got {kind!r}")
+        raise unknown(name, kind, get_args(Loss))
 
 
 def _mean(errors: list[Tensor]) -> Tensor:

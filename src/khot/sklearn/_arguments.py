@@ -11,6 +11,8 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 
+from khot._core.names import unknown
+
 __all__ = ["Task", "check", "class_weights", "features", "labels", "number", "prices"]
 
 Task = Literal["classification", "regression"]
@@ -19,7 +21,7 @@ Task = Literal["classification", "regression"]
 def check(selector: Any) -> None:
     """Raise for an argument that is out of range whatever the data is."""
     if selector.task not in get_args(Task):
-        raise ValueError(f"task must be one of {get_args(Task)}, but got {selector.task!r}")
+        raise unknown("task", selector.task, get_args(Task))
     steps = selector.steps
     if not isinstance(steps, numbers.Integral) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"steps must be an integer >= 1, but got {steps!r}")
@@ -50,8 +52,8 @@ def number(k: Any, n: int) -> int | None:
     if isinstance(k, numbers.Real) and not isinstance(k, numbers.Integral) and 0 < float(k) < 1:
         return max(int(float(k) * n), 1)
     raise ValueError(
-        f'k must be an integer in [1, {n}], n_features or the number of groups, a share in (0, 1) or "auto", '
-        f"but got {k!r}"
+        f"k must be an integer in [1, {n}] (as many as there are columns or groups), a share in (0, 1), "
+        f'"auto", or None with a cost and a budget, but got {k!r}'
     )
 
 
