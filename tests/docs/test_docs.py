@@ -119,6 +119,15 @@ def test_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert (DOCS / "figures" / path.name).exists()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_pages_import_what_they_use(page: Path) -> None:
+    """Although the tests' own names would do."""
+    code = re.findall(r"^ *>>> (.*)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    used = {name for name in ("torch", "khot") if any(re.search(rf"\b{name}\.", line) for line in code)}
+    imported = {name for line in code if "import" in line for name in re.findall(r"\w+", line)}
+    assert used <= imported
+
+
 @pytest.mark.parametrize("name", ["headline", "uses", "sae_parts"])
 def test_figures_of_tables_show_the_tables(name: str, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
