@@ -378,7 +378,7 @@ def test_infinite_entries_are_the_largest(p: float, rescale: bool) -> None:
 
 @each_p
 def test_backward_agrees_with_differentiable_backward(p: float) -> None:
-    """Both rules, also at infinite, zero and masked entries."""
+    """The kernel and the reference, which autograd records, also at infinite, zero and masked entries."""
     x = f64([[INF, 3, 0, -2.9, 0.1, 1], [2, 1.9, 0, 0, -1.8, -0.3]], requires_grad=True)
     tau = f64([0.4, 2.0], requires_grad=True)
     v = normal(2, 6, seed=12)
@@ -390,6 +390,23 @@ def test_backward_agrees_with_differentiable_backward(p: float) -> None:
 
     for fused, differentiable in zip(both(False), both(True), strict=True):
         torch.testing.assert_close(fused, differentiable.detach(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("p", "tau"), [(1.15, 175.0), (1.5, 1e3), (2.0, 1e6)])
+def test_slope_is_none_where_half_precision_has_no_such_small_y(p: float, tau: float) -> None:
+    """v + τ v^(p−1) = s has v < 1e-8 there, which float16 rounds to 0, and dv/ds and dv/dτ < 2e-6."""
+    x = f64([0.1, -0.05, 0.01]).half().requires_grad_()
+    heat = f64(tau, requires_grad=True)
+
+    def f(x: Tensor, heat: Tensor) -> Tensor:
+        return soft_topk_magnitude(x, 3, tau=heat, p=p)
+
+    y = f(x, heat)
+    assert (y[2] == 0).all()
+    found = [grad(y[2], (x, heat), retain_graph=True, create_graph=recorded) for recorded in (False, True)]
+    forward = torch.func.jvp(f, (x.detach(), heat.detach()), (torch.ones_like(x), torch.ones_like(heat)))
+    for slope in (*(each for pair in found for each in pair), forward[1][2]):
+        assert slope.abs().max() < 2e-6
 
 
 @each_float

@@ -7,14 +7,14 @@ which is written in torch operations on s, γ and τ, can be differentiated agai
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
-from khot._core.precision import greatest, on, wide_dtype
+from khot._core.precision import greatest, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._core.ways import by_kernel
 from khot._kernels.reference import magnitude as kernels
@@ -74,14 +74,14 @@ class _Rule(Rule):
         if by_kernel():
             ds, dtau = _backward.on(ctx.group)(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
         else:
-            ds, dtau = _vjp(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
+            ds, dtau = kernels.vjp(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
         return ds, None, grad_tau, None
 
     @staticmethod
     def jvp(ctx: Any, ds: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
         s, y, k, hi, lo, tau = ctx.saved_tensors
-        dy, dlo = _jvp(ds, dtau, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
+        dy, dlo = kernels.jvp(ds, dtau, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
         return dy, None, dlo
 
     @staticmethod
@@ -100,7 +100,7 @@ class _SignedRule(_Rule):
             dx, dtau = _with_signs_backward(grad, grad_lo, x, y, k, hi, lo, tau, ctx.p)
         else:
             sign = kernels.signs(x)
-            ds, dtau = _vjp(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
+            ds, dtau = kernels.vjp(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
             dx = ds * sign
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
         return dx, None, grad_tau, None
@@ -110,7 +110,7 @@ class _SignedRule(_Rule):
         x, y, k, hi, lo, tau = ctx.saved_tensors
         sign = kernels.signs(x)
         ds = None if dx is None else dx * sign
-        dy, dlo = _jvp(ds, dtau, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
+        dy, dlo = kernels.jvp(ds, dtau, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
         return dy * sign, None, dlo
 
     @staticmethod
@@ -170,97 +170,3 @@ _with_signs_backward = define(
     kernels.magnitude_with_signs_backward,
     _backward_fake,
 )
-
-
-# ------------------------------------------------------------------------------------ derivatives
-
-
-class _Linear(NamedTuple):
-    """The derivative at a point, as differentiable functions of s, y, γ and τ."""
-
-    own: Tensor  # dv/ds where an entry is selected on its own
-    fall: Tensor  # −dv/dτ there
-    rate: Tensor  # r = dY/ds in the pooled block
-    w: Tensor  # (s − γ)/τ there, so that dY/dτ = −rw
-    selected: Tensor  # whether an entry is selected on its own
-    inside: Tensor  # whether it is pooled
-
-
-def _linearize(s: Tensor, y: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Linear:
-    e = 1 / (p - 1)
-    nothing = hi.abs() == greatest(hi)
-    tau = tau.to(hi.dtype).expand(hi.shape).unsqueeze(-1)
-    t = (hi.masked_fill(nothing, 0) + lo.masked_fill(nothing, 0)).unsqueeze(-1)
-    s, y = s.to(hi.dtype), y.to(hi.dtype)
-    infinite = s.isinf()
-    offset = s.masked_fill(infinite, 0) - hi.masked_fill(nothing, 0).unsqueeze(-1)
-    w = (offset - lo.masked_fill(nothing, 0).unsqueeze(-1)) / tau
-    idle = infinite | nothing.unsqueeze(-1)
-    alone = (s >= 0) & (w.clamp(min=0) ** e >= t) & ~idle
-    inside = (w > 0) & ~alone & ~idle
-    w = w.masked_fill(~inside, 1)
-    rate = torch.where(inside, e / tau * w ** (e - 1), 0)
-    flat = (y <= 0) & (p > 2)  # where τ v^(p−1) has no slope
-    y = torch.where(alone & (y > 0), y, 1)
-    slope = (tau * (p - 1) * y ** (p - 2)).masked_fill(flat, 0)
-    own = torch.where(alone & ((s > 0) | (p >= 2)), 1 / (1 + slope), 0)
-    fall = own * torch.where(s > 0, y ** (p - 1), 0)
-    return _Linear(own, fall, rate, w, alone | (s == math.inf), inside)
-
-
-def _per_pooled(k: Tensor, selected: Tensor, pooled: Tensor, rate: Tensor) -> Tensor:
-    """1/(k − #alone + Σr) from sums over the row; 0 where nothing is pooled."""
-    empty = pooled == 0
-    left = k.to(rate.dtype).expand(rate.shape) - selected
-    return torch.where(empty, 0, 1 / (left + rate).masked_fill(empty, 1))
-
-
-def _vjp(
-    grad: Tensor,
-    grad_lo: Tensor,
-    s: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-    row: Row,
-) -> tuple[Tensor, Tensor]:
-    """Reverse mode: the formulas of the reference's backward kernel, in operations that autograd records."""
-    k, tau = on(hi.device, k), on(hi.device, tau)
-    lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
-    d = _linearize(s, y, hi, lo, tau, p)
-    v = grad.to(hi.dtype)
-    turn = d.rate * d.w
-    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, turn, d.rate * v, v * (d.fall + turn)]
-    selected, pooled, rate, moment, along, direct = row.total([part.sum(-1) for part in parts])
-    through = (grad_lo - along) * _per_pooled(k, selected, pooled, rate)
-    ds = d.own * v + d.rate * (v + row.share([through])[0].unsqueeze(-1))
-    return ds.to(s.dtype), -direct - through * moment
-
-
-def _jvp(
-    ds: Tensor | None,
-    dtau: Tensor | None,
-    s: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-    row: Row,
-) -> tuple[Tensor, Tensor]:
-    """Forward mode: the tangents of y and of lo."""
-    k, tau = on(hi.device, k), on(hi.device, tau)
-    d = _linearize(s, y, hi, lo, tau, p)
-    ds = torch.zeros_like(d.w) if ds is None else ds.to(hi.dtype)
-    dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
-    dtau = dtau.unsqueeze(-1)
-    block = d.rate * (ds - d.w * dtau)
-    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, block]
-    selected, pooled, rate, moved = row.total([part.sum(-1) for part in parts])
-    dlo = moved * _per_pooled(k, selected, pooled, rate)
-    dy = d.own * ds - d.fall * dtau + block - d.rate * dlo.unsqueeze(-1)
-    return dy.to(y.dtype), dlo

@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 
 from khot._core import rows
-from khot._core.precision import greatest, large, widen
+from khot._core.precision import greatest, large, on, widen
 from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.guard import guarded, middle
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 from khot._kernels.reference.tiles import some, tiles, two_sum
 
 __all__ = [
+    "jvp",
     "magnitude_with_signs",
     "magnitude_with_signs_backward",
     "soft_topk_magnitude",
     "signs",
     "soft_topk_magnitude_backward",
     "unpooled",
+    "vjp",
 ]
 
 STEPS = 60  # of safeguarded Newton for γ; bisection alone would need about as many
@@ -227,11 +229,9 @@ def soft_topk_magnitude_backward(
     p: float,
     group: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """The gradients in s and τ. With r = dY/ds in the block:
-
-    dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
-    """
-    return _backward(grad, grad_lo, s, y, k, hi, lo, tau, p, rows.of(group))
+    """The gradients in s and τ."""
+    ds, dtau = vjp(grad, grad_lo, s, y, k, hi, lo, tau, p, rows.of(group))
+    return ds.contiguous(), dtau
 
 
 def magnitude_with_signs_backward(
@@ -247,11 +247,55 @@ def magnitude_with_signs_backward(
 ) -> tuple[Tensor, Tensor]:
     """The same in x, of :func:`magnitude_with_signs`."""
     sign = signs(x)
-    ds, dtau = _backward(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, p, HERE)
+    ds, dtau = vjp(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, p, HERE)
     return (ds * sign).contiguous(), dtau
 
 
-def _backward(
+# ------------------------------------------------------------------------------------ derivatives
+
+
+class _Linear(NamedTuple):
+    """The derivative at a point, as differentiable functions of s, y, γ and τ."""
+
+    own: Tensor  # dv/ds where an entry is selected on its own
+    fall: Tensor  # −dv/dτ there
+    rate: Tensor  # r = dY/ds in the pooled block
+    w: Tensor  # (s − γ)/τ there, so that dY/dτ = −rw
+    selected: Tensor  # whether an entry is selected on its own
+    inside: Tensor  # whether it is pooled
+
+
+def _linearize(s: Tensor, y: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float) -> _Linear:
+    e = 1 / (p - 1)
+    nothing = hi.abs() == greatest(hi)
+    tau = tau.to(hi.dtype).expand(hi.shape).unsqueeze(-1)
+    t = (hi.masked_fill(nothing, 0) + lo.masked_fill(nothing, 0)).unsqueeze(-1)
+    s, y = s.to(hi.dtype), y.to(hi.dtype)
+    bad = y.detach().masked_fill(~y.isnan(), 0)  # rows of NaN stay so
+    infinite = s.isinf()
+    offset = s.masked_fill(infinite, 0) - hi.masked_fill(nothing, 0).unsqueeze(-1)
+    w = (offset - lo.masked_fill(nothing, 0).unsqueeze(-1)) / tau
+    idle = infinite | nothing.unsqueeze(-1)
+    alone = (s >= 0) & (w.clamp(min=0) ** e >= t) & ~idle
+    inside = (w > 0) & ~alone & ~idle
+    w = w.masked_fill(~inside, 1)
+    rate = torch.where(inside, e / tau * w ** (e - 1), bad)
+    none = y <= 0  # also where half precision has no such small y
+    y = torch.where(alone & ~none, y, 1)
+    slope = (tau * (p - 1) * y ** (p - 2)).masked_fill(none & (p > 2), 0)  # τ v^(p−1) has none there
+    own = torch.where(alone & ~(none & (p < 2)), 1 / (1 + slope), bad)
+    fall = own * (y ** (p - 1)).masked_fill(none, 0)
+    return _Linear(own, fall, rate, w, alone | (s == math.inf), inside)
+
+
+def _per_pooled(k: Tensor, selected: Tensor, pooled: Tensor, rate: Tensor) -> Tensor:
+    """1/(k − #alone + Σr) from sums over the row; 0 where nothing is pooled."""
+    empty = pooled == 0
+    left = k.to(rate.dtype).expand(rate.shape) - selected
+    return torch.where(empty, 0, 1 / (left + rate).masked_fill(empty, 1))
+
+
+def vjp(
     grad: Tensor,
     grad_lo: Tensor,
     s: Tensor,
@@ -263,40 +307,44 @@ def _backward(
     p: float,
     row: Row,
 ) -> tuple[Tensor, Tensor]:
-    tau = widen(tau).expand(s.shape[:-1])
-    k = widen(k).expand(s.shape[:-1])
-    zero = torch.zeros_like(hi)
-    single, mass, moment, pulled, direct = zero, zero, zero, zero, zero
-    for part, tile in tiles(s):
-        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
-        own, fall, rate = _rates(block, tile, widen(y[..., part]), tau, p)
-        single = single + block.alone.sum(-1)
-        mass = mass + rate.sum(-1)
-        moment = moment + (rate * block.w).sum(-1)
-        pulled = pulled + (rate * v).sum(-1)
-        direct = direct + (v * (fall + rate * block.w)).sum(-1)
-    single, mass, moment, pulled, direct = row.reduce([single, mass, moment, pulled, direct])
-    pull = ((grad_lo - pulled) / (k - single + mass)).where(mass != 0, 0)
-    grad_tau = -direct - pull * moment
-    grad_s = torch.empty_like(s, memory_format=torch.contiguous_format)
-    for part, tile in tiles(s):
-        block, v = _block(tile, hi, lo, tau, p), widen(grad[..., part])
-        own, _, rate = _rates(block, tile, widen(y[..., part]), tau, p)
-        grad_s[..., part] = own * v + rate * (v + pull.unsqueeze(-1))
-    return grad_s, grad_tau
+    """Reverse mode: the gradients in s and τ, in operations that autograd records. With r = dY/ds in the
+    block:
+
+    dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
+    """
+    k, tau = on(hi.device, k), on(hi.device, tau)
+    lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
+    d = _linearize(s, y, hi, lo, tau, p)
+    v = grad.to(hi.dtype)
+    turn = d.rate * d.w
+    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, turn, d.rate * v, v * (d.fall + turn)]
+    selected, pooled, rate, moment, along, direct = row.total([part.sum(-1) for part in parts])
+    through = (grad_lo - along) * _per_pooled(k, selected, pooled, rate)
+    ds = d.own * v + d.rate * (v + row.share([through])[0].unsqueeze(-1))
+    return ds.to(s.dtype), -direct - through * moment
 
 
-def _rates(block: _Block, s: Tensor, y: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dv/ds and −dv/dτ of selected entries that are not pooled, and dY/ds of pooled ones. Elsewhere they are
-    0; NaN rows stay NaN."""
-    tau = tau.unsqueeze(-1)
-    e = 1 / (p - 1)
-    nothing = torch.where(y.isnan(), y, 0)
-    alone = block.alone & (s < math.inf) & ((y > 0) | (p >= 2))
-    none = y == 0
-    flat = none & (p > 2)  # where τ v^(p−1) has no slope
-    y = y.masked_fill(~alone | none, 1)
-    own = (1 / (1 + (tau * (p - 1) * y ** (p - 2)).masked_fill(flat, 0))).where(alone, nothing)
-    fall = own * torch.where((s > 0) & ~none, y ** (p - 1), 0)
-    rate = e * block.w.masked_fill(~block.inside, 1) ** (e - 1) / tau
-    return own, fall, rate.where(block.inside, nothing)
+def jvp(
+    ds: Tensor | None,
+    dtau: Tensor | None,
+    s: Tensor,
+    y: Tensor,
+    k: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    p: float,
+    row: Row,
+) -> tuple[Tensor, Tensor]:
+    """Forward mode: the tangents of y and of lo."""
+    k, tau = on(hi.device, k), on(hi.device, tau)
+    d = _linearize(s, y, hi, lo, tau, p)
+    ds = torch.zeros_like(d.w) if ds is None else ds.to(hi.dtype)
+    dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
+    dtau = dtau.unsqueeze(-1)
+    block = d.rate * (ds - d.w * dtau)
+    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, block]
+    selected, pooled, rate, moved = row.total([part.sum(-1) for part in parts])
+    dlo = moved * _per_pooled(k, selected, pooled, rate)
+    dy = d.own * ds - d.fall * dtau + block - d.rate * dlo.unsqueeze(-1)
+    return dy.to(y.dtype), dlo
