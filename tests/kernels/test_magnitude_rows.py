@@ -152,3 +152,23 @@ def test_gradients_are_those_of_a_row_by_itself(p: float, dtype: torch.dtype) ->
                 grads = torch.autograd.grad(alone, (row, own_tau), v[i])
                 assert torch.equal(alone, y[i]) and torch.equal(grads[0], together[0][i])
                 torch.testing.assert_close(grads[1], together[1][i], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("k", "most"), [((0.0, 51.0, 7.5, 0.0), 0), ((0.0, 1.0, 5.0, 45.0), 10)])
+@pytest.mark.parametrize("tau", [0.01, 1.0, 30.0])
+@each_p
+def test_passes_of_the_reference(
+    p: float, tau: float, k: tuple[float, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None where k is 0 or out of range, as no γ is searched; at most ten of ordinary rows beside these."""
+    passes: list[Tensor] = []
+    guarded = getattr(reference, "guarded")  # noqa: B009
+
+    def counting(trial: Tensor, *rest: Tensor) -> Tensor:
+        passes.append(trial)
+        return guarded(trial, *rest)
+
+    monkeypatch.setattr(reference, "guarded", counting)
+    x, taus = normal(4, 50).double(), torch.full((4,), tau, dtype=torch.float64)
+    reference.magnitude_with_signs(x, torch.tensor(k, dtype=torch.float64), taus, p)
+    assert len(passes) <= most
