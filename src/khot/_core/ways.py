@@ -8,6 +8,12 @@
 5. Does the device have a kernel in Python? ``Operator._by_device``. If not, torch's dispatcher takes the
    kernel in C++, or else the reference.
 
+Some ask one of these questions themselves, as they do something else for one of its answers. Four ask
+:meth:`Operator.is_served`: a matrix of places, the gradient of an assignment, a balancer's counts and a
+layer's k are several operators, or plain torch, where there is no such kernel. Three ask whether they have a
+DTensor: an assignment refuses it, a balancer's method has the layer as its first argument, and pruned weights
+are several tensors, or blocks of one.
+
 Which solver a kernel then takes for a row is its own matter: ``csrc/README.md``, ``_kernels/triton/ways.py``.
 """
 

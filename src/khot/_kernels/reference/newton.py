@@ -1,4 +1,8 @@
-"""Newton's method for the root of a row, one point a pass."""
+"""Newton's method for the root of a row, one point a pass.
+
+Its sums are plain ones, which underflow far from the entries. Those of :mod:`.search` do not, since they are
+relative to their greatest terms, but they take several times as long, so both are kept.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ __all__ = ["root"]
 # Passes of Newton's method, with and without tails; a pass of the search costs twenty times as much, but
 # without tails it often has to have the last word.
 SINGLE = {True: 7, False: 3}
-PASSES = 24  # of the search, of which 8 were the most that were needed
+PASSES = 24  # of the search; of all kinds together ten are enough for all rows known but one, which takes 11
 # The standard deviation of the scores, in τ, above which moments say little about the root, and entries are
 # counted.
 SPREAD = 8.0
