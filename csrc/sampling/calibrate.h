@@ -116,8 +116,7 @@ inline void add_swaps(const Trials& wanted, int64_t n, double k, double* theta) 
 }
 
 // Moves theta to where inclusion(trials, pi, out), which returns P(S = k), has the wanted probabilities.
-// Returns the number of iterations. `free` has kFixedPoint arrays.
-constexpr int kFixedPoint = 5 + 2 * kDepth;
+// Returns the number of iterations. `free` has 5 + 2 kDepth arrays.
 template <class Inclusion>
 double fixed_point(const double* own, const Trials& wanted, int64_t n, double k, Accuracy accuracy,
                    double* free, double* theta, const Inclusion& inclusion) {

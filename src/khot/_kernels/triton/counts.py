@@ -58,7 +58,7 @@ def _distance(x, high, low, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _median(power, CDF: tl.constexpr):
+def _median(power):
     """Of Power, with all digits; the solver needs fewer."""
     return tl.exp(-0.6931471805599453 / power)
 
@@ -66,7 +66,7 @@ def _median(power, CDF: tl.constexpr):
 @triton.jit
 def distribution(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
     if CENTRED:
-        z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
+        z += _median(power).to(z.dtype) if CDF == POWER else median(power, CDF)
     tail, _ = side(z, z, False, 0.0, -tl.abs(z), power, CDF)
     F = tl.where(z > 0, 1 - tail, tail) if full_support(CDF) else tl.where(z >= 1, 1.0, tail)
     return tl.where(z == z, F, z)
@@ -75,7 +75,7 @@ def distribution(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
 @triton.jit
 def _pdf(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
     if CENTRED:
-        z += _median(power, CDF).to(z.dtype) if CDF == POWER else median(power, CDF)
+        z += _median(power).to(z.dtype) if CDF == POWER else median(power, CDF)
     _, density = side(z, z, False, 0.0, -tl.abs(z), power, CDF)
     return tl.where(z == z, density, z)
 

@@ -434,8 +434,7 @@ def _step(
 
 @triton.jit
 def _gather(
-    at, n, begin, lowest, highest, buffer, base,
-    FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, POOLED: tl.constexpr,
+    at, n, begin, lowest, highest, buffer, base, FINE: tl.constexpr, WIDTH: tl.constexpr, POOLED: tl.constexpr
 ):  # fmt: skip
     """Of a part's entries those between two numbers, in their order."""
     column = tl.arange(0, WIDTH)
@@ -484,7 +483,7 @@ def _finish_parts(
             begin = tl.load(left + part).to(tl.int32)
             lowest = tl.load(state + LOWEST).to(tl.float32)
             highest = tl.load(state + HIGHEST).to(tl.float32)
-            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, PIECES, WIDTH, POOLED)
+            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, WIDTH, POOLED)
         elif status == OPEN:
             _leave_sums(
                 at, mine, hi, lo, per_heat, power, left + part, parts, base,
