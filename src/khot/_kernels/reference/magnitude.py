@@ -132,27 +132,15 @@ def unpooled(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """v(s) ≥ 0 with v + τ v^(p−1) = s, and the difference s − v, with full relative accuracy."""
     if p == 2:
         return s / (1 + tau), s * (tau / (1 + tau))
-    if p > 2:
-        return _unpooled_convex(s, tau, p)
-    e = 1 / (p - 1)
-    # With v = s·b^e, the equation is b^e + cb = 1. It is convex in b, so Newton converges from above the
-    # root.
+    # With v = s·b^m, the equation is b^m + c·b^d = 1. It is convex in b, as neither power is less than 1, so
+    # Newton converges from above the root.
+    m, d = (1 / (p - 1), 1.0) if p < 2 else (1.0, p - 1)
     c = (tau * s.clamp(min=0).abs() ** (p - 2)).clamp(max=large(s))  # abs: −0 to a negative power is −inf
-    b = (1 / c).clamp(max=1)
+    b = (1 / c ** (1 / d)).clamp(max=1)
     for _ in range(UNPOOLED_STEPS):
-        b = b - (b**e + c * b - 1) / (e * b ** (e - 1) + c)
+        b = b - (b**m + c * b**d - 1) / (m * b ** (m - 1) + c * d * b ** (d - 1))
     b = b.clamp(0, 1)
-    return s * b**e, s * (c * b).clamp(max=1)
-
-
-def _unpooled_convex(s: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """:func:`unpooled` for p > 2. With v = s·a, the equation is a + c·a^(p−1) = 1, convex in a."""
-    c = (tau * s.clamp(min=0) ** (p - 2)).clamp(max=large(s))
-    a = (1 / c ** (1 / (p - 1))).clamp(max=1)
-    for _ in range(UNPOOLED_STEPS):
-        a = a - (a + c * a ** (p - 1) - 1) / (1 + c * (p - 1) * a ** (p - 2))
-    a = a.clamp(0, 1)
-    return s * a, s * (c * a ** (p - 1)).clamp(max=1)
+    return s * b**m, s * (c * b**d).clamp(max=1)
 
 
 class _Block(NamedTuple):
