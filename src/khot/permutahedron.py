@@ -94,7 +94,7 @@ def project_permutahedron(
         raise ValueError(f"p must be left out with regularization={regularization!r}, but got {p}")
     z = arguments.rows(input, dim)
     weights = _weights(w, input, dim, z)
-    tau = arguments.per_row(tau, "tau", z, low=0, low_open=True)
+    tau = arguments.per_row(tau, "tau", z, low=0, low_open=True, by_value=p == 2)
     selected = None
     if mask is not None:
         selected = arguments.mask_rows(mask, input, dim)

@@ -253,14 +253,14 @@ def _projected_rank(
     input: Tensor, dim: int, tau: Scalar, descending: bool, regularization: str, mask: Tensor | None
 ) -> Tensor:
     z = arguments.rows(input, dim, largest=not descending)
-    tau = arguments.per_row(tau, "tau", z, low=0, low_open=True)
+    tau = arguments.per_row(tau, "tau", z, low=0, low_open=True, by_value=True)
     ranks, selected = _descending(z), None
     if mask is not None:
         selected = arguments.mask_rows(mask, input, dim)
         ranks = (ranks - (~selected).sum(-1, keepdim=True)).clamp(min=1)
         z, _ = without(z, ranks, selected)
     if regularization == "kl":  # half precision has too few digits for the logarithm
-        z, ranks = z.to(torch.promote_types(z.dtype, torch.float32)), ranks.log()
+        z, ranks = z.to(torch.promote_types(z.dtype, torch.float32)), widen(ranks).log()
     y = permutahedron(z, ranks, tau, regularization)
     y = (y.exp() if regularization == "kl" else y).to(input.dtype)
     if selected is not None:
@@ -272,8 +272,8 @@ def _projected_sort(
     input: Tensor, dim: int, tau: Scalar, descending: bool, regularization: str, mask: Tensor | None
 ) -> Tensor:
     x = arguments.rows(input, dim, largest=descending)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    ranks = _descending(x).to(torch.promote_types(x.dtype, torch.float32)).expand(x.shape)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
+    ranks = _descending(x).expand(x.shape)
     taken = None
     if mask is not None:
         selected = arguments.mask_rows(mask, input, dim)
@@ -289,8 +289,10 @@ def _projected_sort(
 
 
 def _descending(x: Tensor) -> Tensor:
-    """n, …, 1."""
-    return torch.arange(x.shape[-1], 0, -1, dtype=wide_dtype(x.device), device=x.device)
+    """n, …, 1, in float32 if x has no more digits and float32 has these numbers."""
+    n = x.shape[-1]
+    dtype = torch.float32 if x.dtype != torch.float64 and n <= 1 << 24 else wide_dtype(x.device)
+    return torch.arange(n, 0, -1, dtype=dtype, device=x.device)
 
 
 @by_rows(2)

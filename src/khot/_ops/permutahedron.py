@@ -101,7 +101,7 @@ class _Rule(Rule):
         return z, w, tau, *outputs[1:]
 
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor, None]:
+    def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         z, w, tau, order, w_order, start = ctx.saved_tensors
         want_w = ctx.needs_input_grad[1]
         args = (grad, z, w, tau, order, w_order, start, ctx.regularization)
@@ -110,7 +110,8 @@ class _Rule(Rule):
         else:
             dz, dw, dtau = kernels.vjp_permutahedron(*args)
         dw = dw.sum_to_size(w.shape).to(w.dtype) if want_w else None
-        return dz, dw, dtau.sum_to_size(tau.shape).to(tau.dtype), None
+        dtau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
+        return dz, dw, dtau, None
 
     @staticmethod
     def jvp(

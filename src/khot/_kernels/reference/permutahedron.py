@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from khot._core.precision import wide_dtype, widen
+from khot._core.precision import on, wide_dtype, widen
 from khot._kernels.reference.guard import middle
 
 __all__ = [
@@ -55,7 +55,7 @@ def permutahedron(
     """
     scores, order = torch.sort(widen(z).contiguous(), dim=-1, descending=True, stable=True)
     weights, w_order = torch.sort(widen(w).contiguous(), dim=-1, descending=True, stable=True)
-    tau = widen(tau).expand(z.shape[:-1])
+    tau = widen(on(z.device, tau)).expand(z.shape[:-1])
     bad = scores.isnan().any(-1) | weights.isnan().any(-1) | ~((tau > 0) & (tau < math.inf))
     bad = bad.unsqueeze(-1)
     far = farthest(scores.dtype)
@@ -262,7 +262,7 @@ def _linearize(
     scores = widen(z).gather(-1, order)
     weights = widen(w).expand(z.shape).gather(-1, w_order)
     infinite, still = scores.isinf(), weights.abs() >= 1e-4 * far
-    rate = 1 / widen(tau).expand(z.shape[:-1]).unsqueeze(-1)
+    rate = 1 / widen(on(z.device, tau)).expand(z.shape[:-1]).unsqueeze(-1)
     scores = scores.masked_fill(infinite, 0)
     a = ((scores - scores.gather(-1, start)) * rate).clamp(-far, far)
     if regularization == "l2":

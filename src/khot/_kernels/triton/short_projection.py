@@ -1,0 +1,351 @@
+"""The projection onto the permutahedron of short rows of float32, forward and backward: one launch each.
+
+The program sorts z and w, unless they are in order already, as ranks are. With u = z/τ, the sums
+S_g = Σ_(j<g) (u_j − w_j) are points over the places g between entries, and the blocks of the reference
+(`_kernels.reference.permutahedron`) begin where S has the corners of its least concave majorant: at a g above
+all chords from a point before it to one behind it. Whatever is not above one chord is dropped. Chords to the
+points that are 1, 2, 4, … places away on either side drop most of them, and the same with the nearest points
+that are left drops the others: three times for ordinary rows, and about log n times for any other. The last
+time asks the neighbours among those left alone, which is exact.
+
+Where all u − w before a place are greater than all behind it, a block begins for certain. Sums start again
+there, from differences to the entry that comes first, so that far entries take no digits from others.
+
+The means of blocks are taken anew, from differences to their first entries, in float64. Other rows, and "kl",
+are those of :mod:`.projection`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.triton import layout, projection, ranks
+from khot._kernels.triton.fast import double, reciprocal, store, wide
+from khot._kernels.triton.launch import launch
+from khot._kernels.triton.projection import add2, bounded, greater
+from khot._kernels.triton.ranks import across, compares_doubles, nan_of, sorted_rows
+from khot._kernels.triton.resident import entries, inside, place_rows
+
+__all__ = ["KERNELS", "permutahedron", "permutahedron_backward", "tile"]
+
+LONGEST = ranks.RANKED  # torch sorts a longer row in less time
+TOGETHER = 512  # entries of short rows that share a program
+HELD = 4  # entries of a thread
+# What stands for infinite scores and w, and for 1/τ at least and at most, in float64, which reaches to 1e308:
+# so infinite scores in τ are farther than w reaches, and different ones of float32 are at the greatest 1/τ.
+ENDLESS, ENDLESS_WEIGHT, LEAST, MOST = (tl.constexpr(x) for x in (1e100, 1e50, 1e-45, 1e200))
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _within(key, a, next_key, next_a):
+    """Sums over the same block."""
+    return next_key, next_a + tl.where(key == next_key, a, 0.0)
+
+
+@triton.jit
+def _inverse(pointer, stride, high, low, row, there):
+    """1/τ in float64, and NaN in place of 0 for rows whose τ is none."""
+    if pointer is None:
+        tau = row.to(tl.float64) * 0 + high + low
+    else:
+        tau = double(tl.load(pointer + row * stride, mask=there, other=1.0))
+    poison = tl.where(tau > 0, tl.where(tau < float("inf"), 0.0, float("nan")), float("nan"))
+    return tl.minimum(1 / tau, MOST), poison
+
+
+@triton.jit
+def _finite(x, infinite):
+    return bounded(x.to(tl.float64), infinite)
+
+
+@triton.jit
+def _digits(x):
+    """Integers in the order of the first six digits of numbers of float64."""
+    bits = (x.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _in_order(at, step, column, valid, n, TOGETHER: tl.constexpr, DOUBLES: tl.constexpr, KNOWN: tl.constexpr):
+    """Entries in descending order, their columns, and NaN if there is one in the row. KNOWN leaves out what
+    sorts them."""
+    x = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    followed = valid & across(column + 1 < n, TOGETHER)
+    after = tl.load(at + step, mask=followed, other=0.0).to(tl.float32)
+    y, order = x, tl.where(valid, across(column, TOGETHER), 0)
+    if not KNOWN:
+        unordered = tl.max(tl.where(followed, tl.where(x >= after, 0, 1), 0)) > 0
+        if unordered:
+            y, order = sorted_rows(x, column, valid, TOGETHER, DOUBLES)
+    return tl.where(valid, y, 0.0), order, nan_of(x, 0 if TOGETHER == 1 else 1)
+
+
+@triton.jit
+def _segments(certain, i, n, AXIS: tl.constexpr):
+    """Where the segment of each place begins and ends."""
+    begin = tl.associative_scan(tl.where(certain, i, 0), AXIS, greater)
+    return begin, tl.associative_scan(tl.where(certain, i, n), AXIS, _smaller, reverse=True)
+
+
+@triton.jit
+def _neighbours(left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS: tl.constexpr):
+    """For each place the last one up to it and the next one behind it that are left, and whether it is left
+    without being above the chord to the nearest ones on either side."""
+    first = tl.associative_scan(tl.where(left, i, 0), AXIS, greater)
+    stop = tl.associative_scan(tl.where(left, i, n), AXIS, _smaller, reverse=True)
+    tl.debug_barrier()  # before what was read is written over
+    tl.store(before_at + i, first, mask=valid)
+    tl.store(after_at + i, stop, mask=valid)
+    tl.debug_barrier()
+    stop = tl.load(after_at + i + 1, mask=valid & (i + 1 < n), other=n)
+    asked = inner & left
+    before = tl.load(before_at + i - 1, mask=asked, other=0)
+    lower = (here - tl.load(sum_at + before)) * (stop - i).to(tl.float64)
+    upper = (tl.load(sum_at + stop) - here) * (i - before).to(tl.float64)
+    return first, stop, asked & tl.where(lower > upper, False, True)
+
+
+@triton.jit
+def _one_over(count):
+    """1/count to 14 digits, without a division."""
+    guess = reciprocal(count.to(tl.float32)).to(tl.float64)
+    return guess * (2 - count.to(tl.float64) * guess)
+
+
+@triton.jit
+def _steepest(falls, rises, hop, here, i, n, begin, end, asked, sum_at, before_at, after_at):
+    """The least slope to a place before and the greatest to one behind, of those left that are at least so
+    far away."""
+    above = tl.load(before_at + i - hop, mask=asked & (i >= hop), other=0)
+    below = tl.load(after_at + i + hop, mask=asked & (i + hop < n), other=n)
+    above, below = tl.maximum(above, begin), tl.minimum(below, end)
+    lower = here - tl.load(sum_at + above)
+    upper = tl.load(sum_at + below) - here
+    falls = tl.minimum(falls, lower * _one_over(tl.maximum(i - above, 1)))
+    return falls, tl.maximum(rises, upper * _one_over(tl.maximum(below - i, 1)))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _project_rows(
+    z_pointer, z_stride, w_pointer, w_row, w_column, tau_pointer, tau_stride, tau_high, tau_low,
+    out_pointer, index_pointer, w_index_pointer, start_pointer, held_pointer, left_pointer, sums_pointer,
+    rows, n,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
+    STEPS: tl.constexpr, ORDINARY: tl.constexpr = 0,
+):  # fmt: skip
+    """ORDINARY, if not 0, leaves out all but the path of rows whose w is in order, with so many turns: for
+    counting its instructions, and for nothing else."""
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    row, there = place_rows(rows, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    valid = inside(there, column, n, TOGETHER, EXACT)
+    z_at = z_pointer + entries(row, z_stride, column, TOGETHER)
+    z, order, poison = _in_order(z_at, 1, column, valid, n, TOGETHER, DOUBLES, False)
+    w_at = w_pointer + entries(row, w_row, column.to(tl.int64) * w_column, TOGETHER)
+    w, w_order, bad = _in_order(w_at, w_column, column, valid, n, TOGETHER, DOUBLES, ORDINARY > 0)
+    at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
+    tl.store(index_pointer + at, order, mask=valid)
+    tl.store(w_index_pointer + at, w_order, mask=valid)
+    inverse, worse = _inverse(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    inverse, poison = wide(inverse, TOGETHER), wide(poison + bad + worse, TOGETHER)
+
+    i = tl.where(valid, across(column, TOGETHER), n)
+    mine = wide(tl.minimum(row, rows - 1), TOGETHER)  # all may read there
+    u_at, v_at = held_pointer + mine * (2 * n), held_pointer + mine * (2 * n) + n
+    before_at, after_at = left_pointer + mine * (2 * n), left_pointer + mine * (2 * n) + n
+    sum_at = (
+        sums_pointer + mine * (n + 1) + WIDTH
+    )  # with room for places that no row has, which count nothing
+    u, v = _finite(z, ENDLESS) * tl.maximum(inverse, LEAST), _finite(w, ENDLESS_WEIGHT)
+    tl.store(u_at + i, u, mask=valid)
+    tl.store(v_at + i, v, mask=valid)
+    # where all differences before are greater than all from there on, a segment ends for certain
+    digits = _digits((u - v) + 0.0)  # −0 is 0
+    least = tl.associative_scan(digits, AXIS, _smaller)
+    most = tl.associative_scan(tl.where(valid, digits, -0x80000000), AXIS, greater, reverse=True)
+    tl.store(before_at + i + 1, least, mask=valid & (i + 1 < n))
+    tl.debug_barrier()
+    certain = valid & (i > 0) & (tl.load(before_at + i, mask=valid & (i > 0), other=0) > most)
+    begin, end = i * 0, i * 0 + n
+    if not ORDINARY:
+        any_ends = tl.max(tl.where(certain, 1, 0)) > 0
+        if any_ends:
+            begin, end = _segments(certain, i, n, AXIS)
+    d = (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin))
+    tl.store(sum_at + i + 1, tl.cumsum(tl.where(valid, d, 0.0), AXIS), mask=valid)
+    tl.store(sum_at + i, 0.0, mask=valid & (i == 0))
+    tl.debug_barrier()
+
+    here = tl.load(sum_at + i)
+    inner = valid & (i > begin)
+    room = tl.where(inner, i - begin, 0)
+    falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
+    for step in tl.static_range(STEPS):
+        near, far = room >= (1 << step), inner & (end - i >= (1 << step))
+        slope = (here - tl.load(sum_at + i - (1 << step))) * (0.5**step)
+        falls = tl.where(near & (slope < falls), slope, falls)
+        slope = (tl.load(sum_at + i + (1 << step)) - here) * (0.5**step)
+        rises = tl.where(far & (slope > rises), slope, rises)
+    left = valid & ((i == begin) | (falls > rises))
+
+    if ORDINARY:
+        for turn in tl.static_range(ORDINARY):
+            first, stop, dropped = _neighbours(
+                left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS
+            )  # fmt: skip
+            falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
+            if turn + 1 < ORDINARY:
+                for hop in tl.static_range(STEPS):
+                    falls, rises = _steepest(
+                        falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at,
+                        after_at,
+                    )  # fmt: skip
+            left = left & tl.where(dropped | (inner & (falls <= rises)), False, True)
+    else:
+        first, stop, dropped = _neighbours(
+            left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS
+        )  # fmt: skip
+        while tl.max(tl.where(dropped, 1, 0)) > 0:
+            falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
+            for hop in range(STEPS):
+                falls, rises = _steepest(
+                    falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at, after_at
+                )  # fmt: skip
+            left = left & tl.where(dropped | (inner & (falls <= rises)), False, True)
+            first, stop, dropped = _neighbours(
+                left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS
+            )  # fmt: skip
+
+    ahead = u - tl.load(u_at + first)
+    v_first = tl.load(v_at + first)
+    total = tl.where(valid, ahead - (v - v_first), 0.0)
+    _, total = tl.associative_scan((first, total), AXIS, _within)
+    tl.debug_barrier()
+    tl.store(sum_at + first, total, mask=valid & (stop == i + 1))
+    tl.debug_barrier()
+    total = tl.load(sum_at + first)
+    y = ahead - total / tl.maximum(stop - first, 1).to(tl.float64) + v_first
+    # an infinite w makes the mean of its block infinite, and two of opposite signs leave no mean
+    lowest = tl.load(v_at + stop - 1)
+    y += tl.where(v_first >= ENDLESS_WEIGHT, float("inf"), 0.0)
+    y -= tl.where(lowest <= -ENDLESS_WEIGHT, float("inf"), 0.0)
+    y = (y + poison).to(tl.float32)
+    order = tl.load(index_pointer + at, mask=valid, other=0)
+    tl.store(out_pointer + base + order, y.to(out_pointer.dtype.element_ty), mask=valid)
+    tl.store(start_pointer + at, first, mask=valid)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _pull_rows(
+    grad_pointer, grad_row, grad_column, z_pointer, z_stride, w_pointer, w_row, w_column,
+    tau_pointer, tau_stride, tau_high, tau_low, order_pointer, w_order_pointer, start_pointer,
+    dz_pointer, dw_pointer, dtau_pointer, rows, n,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, WANT_W: tl.constexpr,
+):  # fmt: skip
+    AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
+    row, there = place_rows(rows, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    valid = inside(there, column, n, TOGETHER, EXACT)
+    at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
+    first = tl.load(start_pointer + at, mask=valid, other=0)
+    order = tl.load(order_pointer + at, mask=valid, other=0)
+    first_order = tl.load(order_pointer + base + first, mask=valid, other=0)
+    z_at = z_pointer + wide(row * z_stride, TOGETHER)
+    z = tl.load(z_at + order, mask=valid, other=0.0).to(tl.float32)
+    z_first = tl.load(z_at + first_order, mask=valid, other=0.0).to(tl.float32)
+    grad_at = grad_pointer + wide(row * grad_row, TOGETHER)
+    g = double(tl.load(grad_at + order.to(tl.int64) * grad_column, mask=valid, other=0.0))
+    inverse, poison = _inverse(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    inverse, poison = wide(inverse, TOGETHER), wide(poison, TOGETHER)
+
+    # both sums of a place have its own entry
+    key, one = tl.where(valid, first, -1), tl.where(valid, 1.0, g * 0)
+    _, up, more = tl.associative_scan((key, g, one), AXIS, add2)
+    _, down, others = tl.associative_scan((key, g, one), AXIS, add2, reverse=True)
+    mean = (up + (down - g)) / tl.maximum(more + others - 1, 1.0)
+    endless = tl.abs(z) == float("inf")  # as all of its block
+    du = tl.where(endless, 0.0, (g - mean) * inverse + poison)
+    store(dz_pointer + base + order, du, valid)
+    ahead = (double(tl.where(endless, 0.0, z)) - double(tl.where(endless, 0.0, z_first))) * inverse
+    dtau = tl.sum(tl.where(valid, du * ahead, 0.0), axis=AXIS)
+    tl.store(dtau_pointer + row, -dtau, mask=there)
+    if WANT_W:
+        w_order = tl.load(w_order_pointer + at, mask=valid, other=0)
+        w_at = w_pointer + wide(row * w_row, TOGETHER) + w_order.to(tl.int64) * w_column
+        w = tl.load(w_at, mask=valid, other=0.0).to(tl.float32)
+        dw = tl.where(tl.abs(w) == float("inf"), 0.0, mean)
+        store(dw_pointer + base + w_order, dw, valid)
+
+
+KERNELS = (_project_rows, _pull_rows)
+
+
+# -------------------------------------------------------------------------------------- the host
+
+
+def tile(n: int) -> dict[str, Any]:
+    """Rows in a program and warps."""
+    width = max(ranks.NARROW, triton.next_power_of_2(n))
+    together = max(1, TOGETHER // width)
+    warps = max(1, together * width // (32 * HELD))
+    return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
+
+
+def _serves(z: Tensor, w: Tensor, regularization: str) -> bool:
+    """Whether a program sorts rows like these."""
+    single = z.dtype != torch.float64 and w.dtype != torch.float64
+    return single and regularization == "l2" and z.shape[-1] <= LONGEST and z.numel() > 0
+
+
+def permutahedron(
+    z: Tensor, w: Tensor, tau: Tensor, regularization: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`permutahedron.permutahedron`, in Triton."""
+    if not _serves(z, w, regularization):
+        return projection.permutahedron(z, w, tau, regularization)
+    n = z.shape[-1]
+    rows, which = z.numel() // n, tile(n)
+    y = z.new_empty(z.shape)
+    index, w_index, start = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(3))
+    held = z.new_empty(rows * 2 * n, dtype=torch.float64)
+    left = z.new_empty(rows * 2 * n, dtype=torch.int32)
+    sums = z.new_empty(rows * (n + 1) + 3 * which["WIDTH"], dtype=torch.float64)
+    launch(
+        _project_rows, -(-rows // which["TOGETHER"]),
+        *layout.rows(z, n), *layout.matrix(w, z), *layout.values(tau, z.shape[:-1], z.device),
+        y, index, w_index, start, held, left, sums, rows, n,
+        STEPS=max(1, (n - 1).bit_length()), DOUBLES=compares_doubles(z.device), **which, **layout.registers(),
+    )  # fmt: skip
+    return y, index, w_index, start
+
+
+def permutahedron_backward(
+    grad: Tensor, z: Tensor, w: Tensor, tau: Tensor, order: Tensor, w_order: Tensor, start: Tensor,
+    regularization: str, want_w: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`permutahedron.permutahedron_backward`, in Triton."""
+    if not _serves(z, w, regularization):
+        return projection.permutahedron_backward(
+            grad, z, w, tau, order, w_order, start, regularization, want_w
+        )
+    n = z.shape[-1]
+    rows, which = z.numel() // n, tile(n)
+    dz, dtau = z.new_empty(z.shape), z.new_empty(z.shape[:-1], dtype=torch.float64)
+    dw = z.new_empty(z.shape if want_w else (0,), dtype=torch.float32)
+    launch(
+        _pull_rows, -(-rows // which["TOGETHER"]),
+        *layout.matrix(grad, z), *layout.rows(z, n), *layout.matrix(w, z),
+        *layout.values(tau, z.shape[:-1], z.device), order.contiguous(), w_order.contiguous(),
+        start.contiguous(), dz, dw, dtau, rows, n, WANT_W=want_w, **which,
+    )  # fmt: skip
+    return dz, dw, dtau

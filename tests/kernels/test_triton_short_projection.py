@@ -1,0 +1,145 @@
+"""The projection onto the permutahedron of short rows in float32, interpreted, against the formula that pools
+no blocks and the reference in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import os
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracles
+from khot._kernels.reference import permutahedron as reference
+from projection_rows import ROWS, f64, randn, ranks
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def only_short(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row here goes another way."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a short row took the way of long ones")
+
+    monkeypatch.setattr(kernels.projection, "permutahedron", refuse)
+    monkeypatch.setattr(kernels.projection, "permutahedron_backward", refuse)
+
+
+def check(kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
+    """Results and gradients of rows of float32 or less, to one unit of their last place."""
+    got, want = kernels.permutahedron(z, w, tau, "l2"), reference.permutahedron(z, w, tau, "l2")
+    unit = torch.finfo(z.dtype).eps
+    torch.testing.assert_close(got[0], want[0], rtol=unit, atol=0, equal_nan=True)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    grad = randn(*z.shape, seed=5).to(z.dtype)
+    for want_w in (False, True):
+        given = (grad, z, w, tau, *want[1:], "l2", want_w)
+        pulled = zip(
+            kernels.permutahedron_backward(*given), reference.permutahedron_backward(*given), strict=True
+        )
+        for a, b in pulled:
+            assert a.shape == b.shape and a.dtype == b.dtype
+            sharp = 1e-12 if b.dtype == torch.float64 else torch.finfo(b.dtype).eps
+            scale = b.nan_to_num(posinf=0, neginf=0).abs().max().item() if b.numel() else 0
+            torch.testing.assert_close(a, b, rtol=sharp, atol=sharp * scale, equal_nan=True)
+    return got
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
+def test_rows_as_by_the_formula(kernels: ModuleType, n: int) -> None:
+    for kind, tau in itertools.product(("normal", "ranks", "top k", "ascending w", "a cascade"), (0.05, 3.0)):
+        z, w = (t.float() for t in ROWS[kind](n))
+        y = kernels.permutahedron(z, w, f64(tau), "l2")[0]
+        want = oracles.permutahedron((z.double() / tau).numpy(), w.numpy())
+        np.testing.assert_allclose(y, want, rtol=2e-7, atol=1e-9 * w.abs().max().item())
+
+
+def test_every_kind_of_row_at_every_tau(kernels: ModuleType) -> None:
+    taus = (1e-250, 1e-30, 0.1, 1.0, 30.0, 1e30, 1e250)
+    rows = [(*ROWS[kind](40), f64(tau)) for kind, tau in itertools.product(ROWS, taus)]
+    z, w, tau = (torch.stack(values) for values in zip(*rows, strict=True))
+    check(kernels, z.float(), w.float(), tau)
+
+
+def test_rows_of_a_program_alone(kernels: ModuleType) -> None:
+    for kind in ("normal", "a cascade"):
+        z, w = (t.float() for t in ROWS[kind](300))
+        check(kernels, z, w, f64(0.5))
+
+
+def test_corners_that_only_the_last_turns_drop(kernels: ModuleType) -> None:
+    """One entry of w after another pools with all before: as many steps as entries, if neighbours alone were
+    compared."""
+    n = 100
+    z, w = torch.arange(n, 0, -1.0), torch.cat((torch.arange(n - 1, 0, -1.0) / 2, torch.tensor([-1e3 * n])))
+    for tau in (1e-3, 1e-2, 1.0):
+        check(kernels, z, w, f64(tau))
+    geometric = 3.0 ** torch.arange(40, 0, -1.0)
+    check(kernels, geometric, ranks(40).float(), f64(1.0))
+    check(kernels, geometric, geometric.flip(0) / 2, f64(1.0))
+
+
+def test_far_entries_take_no_digits_from_others(kernels: ModuleType) -> None:
+    z = torch.tensor([[2e20, 5e13, 0.5, 0.3, 0.1], [3e38, 2e38, 0.2, 0.1, -3e38]])
+    check(kernels, z, torch.tensor([1e20, 1e10, 3.0, 2.0, 1.0]), f64(1.0))
+    check(kernels, z, torch.tensor([7.0, 3.0, 2.5, 2.0, 1.0]), f64([1e-3, 1e3]))
+
+
+def test_equal_scores_share_and_an_entry_alone_has_its_w(kernels: ModuleType) -> None:
+    for big in (1e20, 3e38):
+        z = torch.tensor([big, 1.0, big, -big, 0.5, -big])
+        w = torch.tensor([7.3, 1.1, 4.4, 3.3, 9.9, 1.1])
+        y, _, _, start = kernels.permutahedron(z, w, f64(1e-3), "l2")
+        assert y[0] == y[2] and y[3] == y[5] == w[1] and y[1] == w[2] and y[4] == w[3]
+        assert start.tolist() == [0, 0, 2, 3, 4, 4]
+        check(kernels, z, w, f64(1e-3))
+
+
+def test_infinite_scores_and_weights_and_rows_without_an_answer(kernels: ModuleType) -> None:
+    z = torch.tensor([[0.3, INF, -INF, -0.7, INF, 1.1, -INF], [INF, INF, INF, INF, 0.0, -INF, 2.0]])
+    for tau in (0.5, 1e-200, 1e200):
+        check(kernels, z, ranks(7).float(), f64(tau))
+    w = torch.tensor([[1.0, INF, 0.0, 0.5], [INF, -INF, INF, 2.0], [-INF, 1.0, 0.0, 0.5]])
+    check(kernels, ranks(4).float().expand(3, 4), w, f64([1.0, 1e3, 1.0]))
+    z, w = randn(7, 6).float(), randn(7, 6, seed=1).float()
+    z[1, 4], w[2, 0] = NAN, NAN
+    tau = f64([1.0, 1.0, 1.0, NAN, 0.0, INF, -1.0])
+    y = kernels.permutahedron(z, w, tau, "l2")[0]
+    assert not y[0].isnan().any() and y[1:].isnan().all()
+
+
+def test_layouts_broadcasting_and_half_precision(kernels: ModuleType) -> None:
+    base, weights = randn(12, 9).float(), randn(12, 9, seed=1).float()
+    for z, w, tau in (
+        (base.T[:4], weights[0].repeat(2)[:12], f64(0.5)),
+        (base[:4, ::2], weights.T[:4, :5], f64([0.5, 1.0, 2.0, 3.0])),
+        (base[:1].expand(3, 9), weights[:3].flip(-1), f64([1.0])),
+        (base[:6].unflatten(0, (2, 3)), weights[:3].unsqueeze(0), f64([[0.5], [2.0]])),
+        (base[0], weights[0].sort(descending=True).values, f64(1.0)),
+        (base.sort(descending=True).values, weights, f64(0.2)),
+        (base.half(), weights.half(), f64(0.3)),
+        (base.half(), weights[0], f64(0.3)),
+    ):
+        want = check(kernels, z, w, tau)
+        one = torch.ones((), dtype=z.dtype).expand(z.shape)  # what sum() sends back: stride 0
+        given = (one, z, w, tau, *want[1:], "l2", True)
+        for a, b in zip(
+            kernels.permutahedron_backward(*given), reference.permutahedron_backward(*given), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-3 if z.dtype == torch.half else 1e-6, atol=1e-6)
