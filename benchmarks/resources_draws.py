@@ -39,6 +39,7 @@ from khot._kernels.triton import (
     ranks,
     resident_budget,
     resident_budget_backward,
+    short_projection,
     sorts,
     split,
     split_budget,
@@ -220,6 +221,7 @@ def cases() -> list[Case]:
             for n, bound in ((64, 280), (256, 365), (1_024, 560))
         ),
         *(_project(*case) for case in PROJECTIONS),
+        *(_short_projection(*case) for case in SHORT_PROJECTIONS),
         *(_pull(*case) for case in PULLED),
         Case(
             power_norms._power_levels, "", {"WIDTH": power_norms.WIDTH}, power_norms.WIDTH // 32, 1, 2_000,
@@ -285,6 +287,17 @@ PROJECTIONS = [
     ("parts, joined", True, projection.WIDTH, 1_040),
     ("part, written", True, projection.WIDTH, 1_330),
 ]
+# entries of a row, the bound, and the turns of an ordinary row, or 0 for everything
+SHORT_PROJECTIONS = [
+    (short_projection._project_rows, 64, 620, 1),
+    (short_projection._project_rows, 64, 980, 2),
+    (short_projection._project_rows, 64, 970, 0),
+    (short_projection._project_rows, 256, 780, 1),
+    (short_projection._project_rows, 1_024, 980, 1),
+    (short_projection._project_rows, 1_024, 1_700, 0),
+    (short_projection._pull_rows, 64, 250, 0),
+    (short_projection._pull_rows, 1_024, 320, 0),
+]
 PULLED = [
     ("row", False, 710),
     ("row", True, 1_140),
@@ -300,6 +313,23 @@ def _project(passes: str, kl: bool, width: int, bound: float) -> Case:
     constants = {"BEGIN": begin, "WRITE": write, "KL": kl, "WIDTH": width}
     shape = f"{'kl' if kl else 'l2'}, {passes}, {width} places at a time"
     return Case(projection._project, shape, constants, width // 64, 2, bound, spills=1)
+
+
+def _short_projection(kernel: Any, n: int, bound: float, turns: int) -> Case:
+    """Rows that fill their width, by one τ. Ordinary rows have w in order, and few turns."""
+    constants = short_projection.tile(n)
+    warps, held = constants.pop("num_warps"), constants["TOGETHER"] * constants["WIDTH"]
+    constants |= {"DOUBLES": True, "STEPS": (n - 1).bit_length(), "ORDINARY": turns, "WANT_W": False}
+    constants |= {"w_column": 1, **NUMBER}
+    shape = f"n = {n:,}"
+    if kernel is short_projection._project_rows:
+        shape += f", {turns} turn{'s' * (turns > 1)}" if turns else ", all"
+    return Case(
+        kernel, shape, {name: v for name, v in constants.items() if name in kernel.arg_names}, warps,
+        held / 32 / warps, bound, spills=4 if turns else 16, few=n == 64 and turns == 1,
+        limited=kernel is short_projection._project_rows,
+        multiples=("z_stride", "w_row", "grad_row", "n"),
+    )  # fmt: skip
 
 
 def _pull(passes: str, kl: bool, bound: float) -> Case:
@@ -657,6 +687,11 @@ SORTED = {
     "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i64", "w_order_pointer": "*i64",
     "index_pointer": "*i32", "w_index_pointer": "*i32", "start_pointer": "*i32",
 }  # fmt: skip
+OF_SHORT = {
+    **dict.fromkeys(("z_pointer", "w_pointer", "dz_pointer", "dw_pointer", "grad_pointer"), "*fp32"),
+    **dict.fromkeys(("index_pointer", "w_index_pointer", "start_pointer", "left_pointer"), "*i32"),
+    **dict.fromkeys(("order_pointer", "w_order_pointer"), "*i32"),
+}
 OF_RANKS = {
     "index_pointer": "*i32", "place_pointer": "*i32", "order_pointer": "*i64", "y_pointer": "*fp32",
     "note_pointer": "*fp32", "scratch_pointer": "*fp32", "value_pointer": "*fp32",
@@ -692,6 +727,8 @@ OWN_TYPES = {
         "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i32", "w_order_pointer": "*i32",
         "start_pointer": "*i32", "dz_pointer": "*fp32", "dw_pointer": "*fp32",
     },
+    "_project_rows": OF_SHORT,
+    "_pull_rows": OF_SHORT,
     **{kernel.fn.__name__: OF_RANKS for kernel in (*ranks.KERNELS, *sorts.KERNELS)},
     **{kernel.fn.__name__: OF_LISTS for kernel in ranking_losses.KERNELS},
     "_power_levels": SORTED
