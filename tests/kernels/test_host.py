@@ -299,6 +299,9 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "soft_rank, projection (64, 8_192)": (
         (64, 8_192), partial(khot.soft_rank, method="projection"), [3, 4], [2, 2],
     ),
+    "soft_rank, projection (1024, 8_192)": (
+        (1024, 8_192), partial(khot.soft_rank, method="projection"), [1, 3], [1, 1],
+    ),
     "soft_sort, projection (16, 100_000), kl": (
         (16, 100_000), partial(khot.soft_sort, method="projection", regularization="kl"), [3, 7], [2, 4],
     ),

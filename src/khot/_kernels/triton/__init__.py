@@ -74,6 +74,8 @@ from khot._kernels.triton.permutation import soft_permutation_backward as soft_p
 from khot._kernels.triton.places import order_statistics as order_statistics
 from khot._kernels.triton.places import order_statistics_backward as order_statistics_backward
 from khot._kernels.triton.power_norms import power_blocks as power_blocks
+from khot._kernels.triton.projection_ways import permutahedron as permutahedron
+from khot._kernels.triton.projection_ways import permutahedron_backward as permutahedron_backward
 from khot._kernels.triton.ranking_losses import centred_places as centred_places
 from khot._kernels.triton.ranking_losses import correlation_loss as correlation_loss
 from khot._kernels.triton.ranking_losses import correlation_loss_backward as correlation_loss_backward
@@ -82,8 +84,6 @@ from khot._kernels.triton.ranking_losses import ndcg_loss as ndcg_loss
 from khot._kernels.triton.ranking_losses import ndcg_loss_backward as ndcg_loss_backward
 from khot._kernels.triton.scans import decay_scan as decay_scan
 from khot._kernels.triton.selectable import selectable as selectable
-from khot._kernels.triton.short_projection import permutahedron as permutahedron
-from khot._kernels.triton.short_projection import permutahedron_backward as permutahedron_backward
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
 from khot._kernels.triton.ways import soft_topk as soft_topk
 from khot._kernels.triton.ways import soft_topk_backward as soft_topk_backward

@@ -399,6 +399,11 @@ def _parts(rows: int, n: int) -> tuple[int, int]:
     return parts, length if parts > 1 else n
 
 
+def splits(rows: int, n: int) -> bool:
+    """Whether rows are cut into parts."""
+    return _parts(rows, n)[0] > 1
+
+
 def permutahedron(
     z: Tensor, w: Tensor, tau: Tensor, regularization: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

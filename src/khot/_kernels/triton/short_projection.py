@@ -11,8 +11,7 @@ time asks the neighbours among those left alone, which is exact.
 Where all u − w before a place are greater than all behind it, a block begins for certain. Sums start again
 there, from differences to the entry that comes first, so that far entries take no digits from others.
 
-The means of blocks are taken anew, from differences to their first entries, in float64. Other rows, and "kl",
-are those of :mod:`.projection`.
+The means of blocks are taken anew, from differences to their first entries, in float64.
 """
 
 from __future__ import annotations
@@ -24,14 +23,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.triton import layout, projection, ranks
+from khot._kernels.triton import layout, ranks
 from khot._kernels.triton.fast import double, reciprocal, store, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import add2, bounded, greater
 from khot._kernels.triton.ranks import across, compares_doubles, nan_of, sorted_rows
 from khot._kernels.triton.resident import entries, inside, place_rows
 
-__all__ = ["KERNELS", "permutahedron", "permutahedron_backward", "tile"]
+__all__ = [
+    "ENDLESS",
+    "ENDLESS_WEIGHT",
+    "KERNELS",
+    "LEAST",
+    "LONGEST",
+    "digits_of",
+    "finite",
+    "inverse_tau",
+    "one_over",
+    "project",
+    "pull",
+    "smaller",
+    "steepest",
+    "tile",
+    "within",
+]
 
 LONGEST = ranks.RANKED  # torch sorts a longer row in less time
 TOGETHER = 512  # entries of short rows that share a program
@@ -42,18 +57,18 @@ ENDLESS, ENDLESS_WEIGHT, LEAST, MOST = (tl.constexpr(x) for x in (1e100, 1e50, 1
 
 
 @triton.jit
-def _smaller(a, b):
+def smaller(a, b):
     return tl.minimum(a, b)
 
 
 @triton.jit
-def _within(key, a, next_key, next_a):
+def within(key, a, next_key, next_a):
     """Sums over the same block."""
     return next_key, next_a + tl.where(key == next_key, a, 0.0)
 
 
 @triton.jit
-def _inverse(pointer, stride, high, low, row, there):
+def inverse_tau(pointer, stride, high, low, row, there):
     """1/τ in float64, and NaN in place of 0 for rows whose τ is none."""
     if pointer is None:
         tau = row.to(tl.float64) * 0 + high + low
@@ -64,12 +79,12 @@ def _inverse(pointer, stride, high, low, row, there):
 
 
 @triton.jit
-def _finite(x, infinite):
+def finite(x, infinite):
     return bounded(x.to(tl.float64), infinite)
 
 
 @triton.jit
-def _digits(x):
+def digits_of(x):
     """Integers in the order of the first six digits of numbers of float64."""
     bits = (x.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -94,7 +109,7 @@ def _in_order(at, step, column, valid, n, TOGETHER: tl.constexpr, DOUBLES: tl.co
 def _segments(certain, i, n, AXIS: tl.constexpr):
     """Where the segment of each place begins and ends."""
     begin = tl.associative_scan(tl.where(certain, i, 0), AXIS, greater)
-    return begin, tl.associative_scan(tl.where(certain, i, n), AXIS, _smaller, reverse=True)
+    return begin, tl.associative_scan(tl.where(certain, i, n), AXIS, smaller, reverse=True)
 
 
 @triton.jit
@@ -102,7 +117,7 @@ def _neighbours(left, inner, here, i, n, valid, sum_at, before_at, after_at, AXI
     """For each place the last one up to it and the next one behind it that are left, and whether it is left
     without being above the chord to the nearest ones on either side."""
     first = tl.associative_scan(tl.where(left, i, 0), AXIS, greater)
-    stop = tl.associative_scan(tl.where(left, i, n), AXIS, _smaller, reverse=True)
+    stop = tl.associative_scan(tl.where(left, i, n), AXIS, smaller, reverse=True)
     tl.debug_barrier()  # before what was read is written over
     tl.store(before_at + i, first, mask=valid)
     tl.store(after_at + i, stop, mask=valid)
@@ -116,14 +131,14 @@ def _neighbours(left, inner, here, i, n, valid, sum_at, before_at, after_at, AXI
 
 
 @triton.jit
-def _one_over(count):
+def one_over(count):
     """1/count to 14 digits, without a division."""
     guess = reciprocal(count.to(tl.float32)).to(tl.float64)
     return guess * (2 - count.to(tl.float64) * guess)
 
 
 @triton.jit
-def _steepest(falls, rises, hop, here, i, n, begin, end, asked, sum_at, before_at, after_at):
+def steepest(falls, rises, hop, here, i, n, begin, end, asked, sum_at, before_at, after_at):
     """The least slope to a place before and the greatest to one behind, of those left that are at least so
     far away."""
     above = tl.load(before_at + i - hop, mask=asked & (i >= hop), other=0)
@@ -131,8 +146,8 @@ def _steepest(falls, rises, hop, here, i, n, begin, end, asked, sum_at, before_a
     above, below = tl.maximum(above, begin), tl.minimum(below, end)
     lower = here - tl.load(sum_at + above)
     upper = tl.load(sum_at + below) - here
-    falls = tl.minimum(falls, lower * _one_over(tl.maximum(i - above, 1)))
-    return falls, tl.maximum(rises, upper * _one_over(tl.maximum(below - i, 1)))
+    falls = tl.minimum(falls, lower * one_over(tl.maximum(i - above, 1)))
+    return falls, tl.maximum(rises, upper * one_over(tl.maximum(below - i, 1)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -156,7 +171,7 @@ def _project_rows(
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     tl.store(index_pointer + at, order, mask=valid)
     tl.store(w_index_pointer + at, w_order, mask=valid)
-    inverse, worse = _inverse(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    inverse, worse = inverse_tau(tau_pointer, tau_stride, tau_high, tau_low, row, there)
     inverse, poison = wide(inverse, TOGETHER), wide(poison + bad + worse, TOGETHER)
 
     i = tl.where(valid, across(column, TOGETHER), n)
@@ -166,12 +181,12 @@ def _project_rows(
     sum_at = (
         sums_pointer + mine * (n + 1) + WIDTH
     )  # with room for places that no row has, which count nothing
-    u, v = _finite(z, ENDLESS) * tl.maximum(inverse, LEAST), _finite(w, ENDLESS_WEIGHT)
+    u, v = finite(z, ENDLESS) * tl.maximum(inverse, LEAST), finite(w, ENDLESS_WEIGHT)
     tl.store(u_at + i, u, mask=valid)
     tl.store(v_at + i, v, mask=valid)
     # where all differences before are greater than all from there on, a segment ends for certain
-    digits = _digits((u - v) + 0.0)  # −0 is 0
-    least = tl.associative_scan(digits, AXIS, _smaller)
+    digits = digits_of((u - v) + 0.0)  # −0 is 0
+    least = tl.associative_scan(digits, AXIS, smaller)
     most = tl.associative_scan(tl.where(valid, digits, -0x80000000), AXIS, greater, reverse=True)
     tl.store(before_at + i + 1, least, mask=valid & (i + 1 < n))
     tl.debug_barrier()
@@ -206,7 +221,7 @@ def _project_rows(
             falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
             if turn + 1 < ORDINARY:
                 for hop in tl.static_range(STEPS):
-                    falls, rises = _steepest(
+                    falls, rises = steepest(
                         falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at,
                         after_at,
                     )  # fmt: skip
@@ -218,7 +233,7 @@ def _project_rows(
         while tl.max(tl.where(dropped, 1, 0)) > 0:
             falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
             for hop in range(STEPS):
-                falls, rises = _steepest(
+                falls, rises = steepest(
                     falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at, after_at
                 )  # fmt: skip
             left = left & tl.where(dropped | (inner & (falls <= rises)), False, True)
@@ -229,7 +244,7 @@ def _project_rows(
     ahead = u - tl.load(u_at + first)
     v_first = tl.load(v_at + first)
     total = tl.where(valid, ahead - (v - v_first), 0.0)
-    _, total = tl.associative_scan((first, total), AXIS, _within)
+    _, total = tl.associative_scan((first, total), AXIS, within)
     tl.debug_barrier()
     tl.store(sum_at + first, total, mask=valid & (stop == i + 1))
     tl.debug_barrier()
@@ -265,7 +280,7 @@ def _pull_rows(
     z_first = tl.load(z_at + first_order, mask=valid, other=0.0).to(tl.float32)
     grad_at = grad_pointer + wide(row * grad_row, TOGETHER)
     g = double(tl.load(grad_at + order.to(tl.int64) * grad_column, mask=valid, other=0.0))
-    inverse, poison = _inverse(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    inverse, poison = inverse_tau(tau_pointer, tau_stride, tau_high, tau_low, row, there)
     inverse, poison = wide(inverse, TOGETHER), wide(poison, TOGETHER)
 
     # both sums of a place have its own entry
@@ -301,18 +316,8 @@ def tile(n: int) -> dict[str, Any]:
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
-def _serves(z: Tensor, w: Tensor, regularization: str) -> bool:
-    """Whether a program sorts rows like these."""
-    single = z.dtype != torch.float64 and w.dtype != torch.float64
-    return single and regularization == "l2" and z.shape[-1] <= LONGEST and z.numel() > 0
-
-
-def permutahedron(
-    z: Tensor, w: Tensor, tau: Tensor, regularization: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`permutahedron.permutahedron`, in Triton."""
-    if not _serves(z, w, regularization):
-        return projection.permutahedron(z, w, tau, regularization)
+def project(z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The projection of rows that a program sorts, and its blocks."""
     n = z.shape[-1]
     rows, which = z.numel() // n, tile(n)
     y = z.new_empty(z.shape)
@@ -329,15 +334,11 @@ def permutahedron(
     return y, index, w_index, start
 
 
-def permutahedron_backward(
+def pull(
     grad: Tensor, z: Tensor, w: Tensor, tau: Tensor, order: Tensor, w_order: Tensor, start: Tensor,
-    regularization: str, want_w: bool,
+    want_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`permutahedron.permutahedron_backward`, in Triton."""
-    if not _serves(z, w, regularization):
-        return projection.permutahedron_backward(
-            grad, z, w, tau, order, w_order, start, regularization, want_w
-        )
+    """The gradients in z, w if it is wanted, and τ."""
     n = z.shape[-1]
     rows, which = z.numel() // n, tile(n)
     dz, dtau = z.new_empty(z.shape), z.new_empty(z.shape[:-1], dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""The projection onto the permutahedron of short rows in float32, interpreted, against the formula that pools
-no blocks and the reference in float64."""
+"""The projection onto the permutahedron of rows in float32, interpreted, against the formula that pools no
+blocks and the reference in float64. All tests take rows as short ones, and as long ones of several chunks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,20 @@ pytestmark = [
 INF, NAN = math.inf, math.nan
 
 
-@pytest.fixture(autouse=True)
-def only_short(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["short", "long"])
+def which(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """No row here goes another way."""
 
     def refuse(*_: object) -> None:
-        raise AssertionError("a short row took the way of long ones")
+        raise AssertionError("these rows have another way")
 
     monkeypatch.setattr(kernels.projection, "permutahedron", refuse)
-    monkeypatch.setattr(kernels.projection, "permutahedron_backward", refuse)
+    if request.param == "short":
+        monkeypatch.setattr(kernels.long_projection, "project", refuse)
+        monkeypatch.setattr(kernels.projection, "permutahedron_backward", refuse)
+    else:
+        monkeypatch.setattr(kernels.short_projection, "LONGEST", 0)
+        monkeypatch.setattr(kernels.long_projection, "CHUNK", 16)
 
 
 def check(kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
@@ -77,7 +82,7 @@ def test_every_kind_of_row_at_every_tau(kernels: ModuleType) -> None:
     check(kernels, z.float(), w.float(), tau)
 
 
-def test_rows_of_a_program_alone(kernels: ModuleType) -> None:
+def test_rows_of_hundreds_of_entries(kernels: ModuleType) -> None:
     for kind in ("normal", "a cascade"):
         z, w = (t.float() for t in ROWS[kind](300))
         check(kernels, z, w, f64(0.5))
