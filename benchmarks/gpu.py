@@ -70,6 +70,11 @@ MODELS: dict[tuple[str, str], list[Kernel | Measured]] = {
     (LONG, "budget_mask"): [Measured(LONG, "torch.sort"), Kernel("_greedy", N8192, 20 * N8192)],
     # normal scores at τ = 1 take one turn; what a program writes for itself is counted, too
     (SHORT, "soft_rank, projection"): [SEED, Kernel("_project_rows n = 64, 1 turn", N64, 60 * N64)],
+    # the ranks are one row, which torch sorts in some eight kernels
+    (LONG, "soft_rank, projection"): [
+        SEED, Measured(LONG, "torch.sort"), *[SEED] * 8,
+        Kernel("_project_long_rows one turn", N8192, 60 * N8192),
+    ],
     # a row of 64 units and its phantom is padded to 128
     (SHORT, "sample, systematic"): [SEED, Kernel("_systematic 128 units at a time", 2 * N64, 8 * N64)],
     (LONG, "sample, systematic"): [SEED, Kernel("_systematic 1,024 units at a time", N8192, 12 * N8192)],

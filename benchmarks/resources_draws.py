@@ -29,6 +29,7 @@ from khot._kernels.triton import (
     greedy,
     interpolation,
     layout,
+    long_projection,
     losses,
     magnitude,
     permutation,
@@ -222,6 +223,7 @@ def cases() -> list[Case]:
         ),
         *(_project(*case) for case in PROJECTIONS),
         *(_short_projection(*case) for case in SHORT_PROJECTIONS),
+        *(_long_projection(*case) for case in LONG_PROJECTIONS),
         *(_pull(*case) for case in PULLED),
         Case(
             power_norms._power_levels, "", {"WIDTH": power_norms.WIDTH}, power_norms.WIDTH // 32, 1, 2_000,
@@ -298,6 +300,7 @@ SHORT_PROJECTIONS = [
     (short_projection._pull_rows, 64, 250, 0),
     (short_projection._pull_rows, 1_024, 320, 0),
 ]
+LONG_PROJECTIONS = [(1, 960), (0, 980)]
 PULLED = [
     ("row", False, 710),
     ("row", True, 1_140),
@@ -329,6 +332,19 @@ def _short_projection(kernel: Any, n: int, bound: float, turns: int) -> Case:
         held / 32 / warps, bound, spills=4 if turns else 16, few=n == 64 and turns == 1,
         limited=kernel is short_projection._project_rows,
         multiples=("z_stride", "w_row", "grad_row", "n"),
+    )  # fmt: skip
+
+
+def _long_projection(turns: int, bound: float) -> Case:
+    """All passes over a row of 8,192 entries, with turns in all chords that it has."""
+    constants = {"CHUNK": long_projection.CHUNK, "ORDINARY": turns, "tau_pointer": None, "tau_stride": 0}
+    if turns:
+        constants["steps"] = 13
+    shape = "one turn" if turns else "all, one chord of each kind"
+    return Case(
+        long_projection._project_long_rows, shape, constants, long_projection.WARPS,
+        long_projection.CHUNK / 32 / long_projection.WARPS, bound, limited=True,
+        multiples=("z_stride", "w_stride", "order_stride", "w_order_stride", "n"),
     )  # fmt: skip
 
 
@@ -729,6 +745,9 @@ OWN_TYPES = {
     },
     "_project_rows": OF_SHORT,
     "_pull_rows": OF_SHORT,
+    "_project_long_rows": OF_SHORT
+    | {"left_pointer": "*i8", "after_pointer": "*i32"}
+    | dict.fromkeys(("order_pointer", "w_order_pointer"), "*i64"),
     **{kernel.fn.__name__: OF_RANKS for kernel in (*ranks.KERNELS, *sorts.KERNELS)},
     **{kernel.fn.__name__: OF_LISTS for kernel in ranking_losses.KERNELS},
     "_power_levels": SORTED
