@@ -47,6 +47,8 @@ from khot._kernels.triton import (
     split_budget_backward,
     split_losses,
     split_magnitude,
+    transport,
+    transport_backward,
 )
 from khot._kernels.triton.functions import OUTPUTS
 
@@ -232,6 +234,7 @@ def cases() -> list[Case]:
         *(_rank(*case) for case in RANKS),
         *(_rank_long(*case) for case in LONG_RANKS),
         *(_list(*case) for case in LISTS),
+        *(_transport(*case) for case in TRANSPORTS),
         *(
             _assign(kernel, cdf, bound, spills)
             for kernel, bounds, spills in (
@@ -643,6 +646,30 @@ def _budget_in_float32(
     )  # fmt: skip
 
 
+# the kernel, entries of a row, k, the bound, and spills around the loops over anchors
+TRANSPORTS = [
+    (transport._transport, 64, 8, 1_330, 0),
+    (transport._transport, 256, 16, 1_380, 0),
+    (transport._transport, 1_000, 64, 4_700, 160),
+    (transport._transport, 8_192, 16, 1_280, 0),
+    (transport_backward._pull_transport, 256, 16, 1_070, 0),
+    (transport_backward._pull_transport, 1_000, 64, 3_400, 90),
+]
+
+
+def _transport(kernel: Any, n: int, k: int, bound: float, spills: int) -> Case:
+    """Entries times anchors that a program holds at a time; in float64, with one step of all loops."""
+    constants = transport.which(k)
+    warps, held = constants.pop("num_warps"), constants["KEYS"] * constants["CHUNK"]
+    constants |= {"epsilon_pointer": None, "epsilon_stride": 0, "grad_column": 1}
+    constants |= transport.sorting(n, k, n <= transport.SORTED)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return Case(
+        kernel, f"n = {n:,}, k = {k}", constants, warps, held / 32 / warps, bound, spills=spills,
+        registers=ALL, few=n == 256, multiples=("x_stride", "grad_row", "grad_anchor"),
+    )  # fmt: skip
+
+
 def _assign(kernel: Any, cdf: str, bound: float, spills: int) -> Case:
     """Of 64 columns. The kernels of the steps spill addresses, which no loop over entries needs."""
     name = kernel.fn.__name__
@@ -695,7 +722,7 @@ TYPES = {
     "place_pointer": "*i64", "grain": "fp32", "floor": "fp32",
     **{
         f"{name}_{half}": "fp32"
-        for name in ("tau", "k", "grad", "budget", "grad_lo")
+        for name in ("tau", "k", "grad", "budget", "grad_lo", "epsilon")
         for half in ("high", "low")
     },
 }  # fmt: skip
@@ -749,6 +776,8 @@ OWN_TYPES = {
     | {"left_pointer": "*i8", "after_pointer": "*i32"}
     | dict.fromkeys(("order_pointer", "w_order_pointer"), "*i64"),
     **{kernel.fn.__name__: OF_RANKS for kernel in (*ranks.KERNELS, *sorts.KERNELS)},
+    "_transport": {"index_pointer": "*i64", "order_pointer": "*i64"},
+    "_pull_transport": {"order_pointer": "*i64"},
     **{kernel.fn.__name__: OF_LISTS for kernel in ranking_losses.KERNELS},
     "_power_levels": SORTED
     | {"mark_pointer": "*i32"}

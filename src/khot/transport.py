@@ -82,7 +82,7 @@ def sorted_soft_topk(
         raise TypeError(f"k must be an int, but got {type(k).__name__}")
     if not 1 <= k <= n:
         raise ValueError(f"k must be an integer in [1, {n}], but got {k}")
-    epsilon = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True).double()
+    epsilon = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True, by_value=not normalize).double()
     if normalize:
         # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
         finite = x.double().nan_to_num(0.0, 0.0, 0.0)

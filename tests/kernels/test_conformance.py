@@ -283,6 +283,12 @@ def soft_permutation(cdf: str) -> Kernel:
     )  # fmt: skip
 
 
+def sorted_soft_topk(on: Engine, a: Given) -> tuple[Tensor, ...]:
+    y, *places = on("sorted_soft_topk")(a["x"], min(2, a["x"].shape[-1]), a["tau"])
+    v = a["v"].unsqueeze(-2) * torch.tensor([1.0, -1.0], dtype=a["v"].dtype)[: y.shape[-2], None]
+    return y, *on("sorted_soft_topk_backward")(v, a["x"], a["tau"], *places)
+
+
 ROUNDED = {torch.float64: 0.0, torch.float32: 0.0}
 KERNELS: dict[str, Kernel] = {
     **{f"soft_topk, {cdf}": soft_topk(cdf) for cdf in CDFS},
@@ -348,9 +354,8 @@ KERNELS: dict[str, Kernel] = {
         exact={torch.float64: 1e-11, torch.float32: 1e-4},
     ),
     "sorted_soft_topk": Kernel(
-        ("sorted_soft_topk",),
-        lambda on, a: (on("sorted_soft_topk")(a["x"], min(2, a["x"].shape[-1]), a["tau"])[0],),
-        {"x": normal}, {"tau": temperature}, {"x": (NAN,), "tau": TAU}, kinds=("normal", "ties", "equal"),
+        ("sorted_soft_topk", "sorted_soft_topk_backward"), sorted_soft_topk, {"x": normal, "v": normal},
+        {"tau": temperature}, {"x": (NAN,), "tau": TAU}, kinds=("normal", "ties", "equal"),
         square=True,
     ),
     "order_sample": Kernel(

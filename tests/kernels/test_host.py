@@ -260,7 +260,14 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "FenchelYoungTopKLoss (1, 1_000_000)": (
         (1, 1_000_000), lambda x: khot.losses.FenchelYoungTopKLoss(8)(x, torch.empty_like(x)), [5, 2], [2, 3],
     ),
-    "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [2, 40], [0, 130]),
+    "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [1, 0], [1, 0]),
+    "sorted_soft_topk, epsilon": (
+        (64, 256), lambda x: khot.sorted_soft_topk(x, 16, epsilon=torch.empty(64, device="cuda")),
+        [1, 1], [1, 0],
+    ),
+    "sorted_soft_topk (64, 8_192)": (
+        (64, 8_192), partial(khot.sorted_soft_topk, k=16, largest=False), [2, 1], [1, 1],
+    ),
     "soft_permutation": ((256, 64), khot.soft_permutation, [1, 1], [1, 1]),
     "soft_permutation, logistic, descending": (
         (64, 256), partial(khot.soft_permutation, cdf="logistic", descending=True), [1, 0], [1, 0],

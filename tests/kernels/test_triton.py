@@ -497,6 +497,7 @@ import triton.language as tl
 from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest, levels
 from khot._kernels.triton import designs, greedy, interpolation, losses, magnitude, mask, places, scans
 from khot._kernels.triton import split_losses, split_magnitude, transport
+from khot._kernels.triton import transport_backward
 
 # which functions hide
 selectable = importlib.import_module("khot._kernels.triton.selectable")
@@ -528,7 +529,11 @@ which = {
     split_magnitude: [{"POOLED": 2.0, "SIGNED": False, "WHOLE": 1},
                       {"POOLED": 1.4, "SIGNED": True, "WHOLE": 0}],
     scans: [{"REVERSE": False, "ONES": False}, {"REVERSE": True, "ONES": True}],
-    transport: [{"KEYS": 16, "CHUNK": 128}],
+    transport: [
+        {"KEYS": 16, "CHUNK": 64, "SORTS": False, "KEPT": 0},
+        {"KEYS": 32, "CHUNK": 32, "SORTS": True, "KEPT": 16, "epsilon_pointer": None},
+    ],
+    transport_backward: [{"KEYS": 16, "CHUNK": 64}],
 }
 entries = ("x_pointer", "s_pointer", "y_pointer", "w_pointer", "g_pointer", "maps_pointer",
            "out_pointer", "grad_pointer", "dx_pointer", "ds_pointer", "target_pointer", "theta_pointer",
@@ -544,8 +549,8 @@ for dtype, module in itertools.product(("fp32", "bf16", "fp16", "fp64"), which):
     for constants, function in itertools.product(which[module], module.KERNELS):
         if "w_pointer" in function.arg_names and dtype in ("bf16", "fp16"):
             continue  # its rows come widened
-        if module is levels and dtype == "fp64":
-            continue  # such rows are sorted
+        if dtype == "fp64" and (module is levels or constants.get("SORTS")):
+            continue  # such rows are sorted by torch
         constants = {
             "COMPUTE": compute, "TOGETHER": 4, "WIDTH": 64,
             "CHUNK": 256, "PARTS": 8, "FINE": dtype == "fp64", "ABSOLUTE": False, "PIECES": 2, "PAIRS": 32,

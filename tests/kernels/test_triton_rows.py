@@ -17,7 +17,7 @@ from torch import Tensor
 
 from khot._kernels import gpu
 from khot._kernels.reference import laplace as scans
-from khot._kernels.reference import magnitude, order_statistics, topk_mask, transport
+from khot._kernels.reference import magnitude, order_statistics, topk_mask
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -218,29 +218,3 @@ def test_laplace_rank(
         # the interpreter cuts digits off where it stores bfloat16, and a device rounds
         assert error(rank, want) <= {torch.float64: 1e-13, torch.float32: 1e-7}.get(dtype, 2**-7)
         assert torch.equal(order, wanted)
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "epsilon"),
-    [
-        (9, 2, 0.5),
-        *(pytest.param(*a, marks=pytest.mark.slow) for a in ((40, 5, 0.05), (5, 5, 0.3), (40, 20, 0.1))),
-    ],
-)
-def test_sorted_soft_topk(kernels: ModuleType, n: int, k: int, epsilon: float) -> None:
-    """A row without an answer, as the last one, takes no sweeps: all of them would be a minute here."""
-    x = torch.randn(6, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
-    x[1] = x[1].round()
-    x[2, -1] = torch.nan
-    x[3, 0] = torch.inf
-    x[4, : (n - k) // 2] = -torch.inf
-    x[5, : k + 1] = torch.inf
-    scale = torch.tensor(epsilon, dtype=torch.float64)
-    got = kernels.sorted_soft_topk(x, k, scale)
-    want = transport.sorted_soft_topk(x, k, scale)
-    for a, b in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True):
-        assert error(a, b) <= 1e-9
-    assert torch.equal(got[1][[0, 1, 4]], want[1][[0, 1, 4]])
-    half, *_ = kernels.sorted_soft_topk(x[:1].bfloat16(), k, scale)
-    assert half.dtype == torch.bfloat16
-    assert error(half, transport.sorted_soft_topk(x[:1].bfloat16().double(), k, scale)[0]) <= 2**-9

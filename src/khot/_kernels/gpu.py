@@ -59,6 +59,7 @@ KERNELS = (
     "laplace_thresholds",
     "laplace_thresholds_backward",
     "sorted_soft_topk",
+    "sorted_soft_topk_backward",
     "permutahedron",
     "permutahedron_backward",
     "power_blocks",

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.dispatch import Rule, define
-from khot._core.precision import wide_dtype
+from khot._core.precision import on, wide_dtype
+from khot._core.ways import by_kernel
 from khot._kernels.reference import transport as kernels
 from khot._kernels.reference.transport import FAR, laplacian, pinned, plan, scale_of
 from khot._ops.solve import solve
@@ -23,7 +24,7 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> Tensor:
     """n times the transport plan of rows (*batch, n), without its last anchor: (*batch, k, n).
 
     Args:
-        epsilon: broadcasts with batch.
+        epsilon: broadcasts with batch; a number may be on the CPU.
     """
     if x.dtype == torch.float64 and x.shape[-1]:  # scores beyond the kernels' range are scaled into it
         highest = x.detach().abs().masked_fill(x.isinf(), 0).amax(-1, keepdim=True)
@@ -35,6 +36,7 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> Tensor:
 
 class _Rule(Rule):
     constants = (1, 2)
+    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -42,9 +44,13 @@ class _Rule(Rule):
         return x, epsilon, *outputs[1:]
 
     @staticmethod
-    def vjp(ctx: Any, grad: Tensor, _: Any, __: Any, grad_shift: Tensor) -> tuple[Any, ...]:
+    def vjp(ctx: Any, grad: Tensor | None, _: Any, __: Any, grad_shift: Tensor | None) -> tuple[Any, ...]:
         x, epsilon, order, hi, shift = ctx.saved_tensors
-        dx, depsilon = _vjp(grad, grad_shift, x, epsilon, order, hi, shift)
+        cotangent = x.new_zeros(*hi.shape, x.shape[-1]) if grad is None else grad
+        if by_kernel() and grad_shift is None:  # this is so for every first derivative
+            dx, depsilon = _sorted_soft_topk_backward(cotangent, x, epsilon, order, hi, shift)
+        else:
+            dx, depsilon = _vjp(cotangent, grad_shift, x, epsilon, order, hi, shift)
         wanted = ctx.needs_input_grad[2]
         grad_epsilon = depsilon.sum_to_size(epsilon.shape).to(epsilon.dtype) if wanted else None
         return dx, None, grad_epsilon
@@ -68,12 +74,30 @@ def _fake(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     return x.new_empty(*batch, k, n), torch.empty_like(hi, dtype=torch.int64), hi, torch.empty_like(hi)
 
 
+def _reference_backward(
+    grad: Tensor, x: Tensor, epsilon: Tensor, order: Tensor, hi: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _vjp(grad, None, x, epsilon, order, hi, shift)
+
+
+def _backward_fake(
+    grad: Tensor, x: Tensor, epsilon: Tensor, order: Tensor, hi: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), hi.new_empty(hi.shape[:-1])
+
+
 _sorted_soft_topk = define(
     "sorted_soft_topk",
     "(Tensor x, SymInt k, Tensor epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
     kernels.sorted_soft_topk,
     _fake,
     _Rule,
+)
+_sorted_soft_topk_backward = define(
+    "sorted_soft_topk_backward",
+    "(Tensor grad, Tensor x, Tensor epsilon, Tensor order, Tensor hi, Tensor shift) -> (Tensor, Tensor)",
+    _reference_backward,
+    _backward_fake,
 )
 
 
@@ -103,7 +127,7 @@ def _points(x: Tensor, epsilon: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _vjp(
     grad: Tensor,
-    grad_shift: Tensor,
+    grad_shift: Tensor | None,
     x: Tensor,
     epsilon: Tensor,
     order: Tensor,
@@ -111,17 +135,21 @@ def _vjp(
     shift: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Reverse mode: the gradients in x and ε (of the batch shape), differentiable."""
+    epsilon = on(x.device, epsilon)
     scale, anchors, centred, w = _points(x, epsilon, hi)
     gamma = plan(x.to(hi.dtype), epsilon.to(hi.dtype).expand(hi.shape[:-1]), order, hi, shift)
     placed, v = gamma[..., :-1, :], grad.to(hi.dtype)
     flow = (placed * v) @ gamma.mT
     between = flow[..., :-1]
     grad_b = (between - between.mT).sum(-1) + flow[..., -1]
-    grad_b_shift = torch.nn.functional.pad(grad_shift, (1, 0))[..., :-1] - grad_shift
-    through_b = _solve_laplacian(gamma @ gamma.mT, hi, grad_b + grad_b_shift)
+    dscale: Tensor | float = 0.0
+    if grad_shift is not None:
+        grad_b_shift = torch.nn.functional.pad(grad_shift, (1, 0))[..., :-1] - grad_shift
+        grad_b, dscale = grad_b + grad_b_shift, (w[..., :-1] * grad_b_shift).sum(-1)
+    through_b = _solve_laplacian(gamma @ gamma.mT, hi, grad_b)
     v = placed * (v - through_b.unsqueeze(-1))
     along = anchors[:-1] @ v - (anchors @ gamma) * v.sum(-2)
-    dscale = (centred * along).sum(-1) + (w[..., :-1] * grad_b_shift).sum(-1)
+    dscale = (centred * along).sum(-1) + dscale
     return (scale * along).to(x.dtype), -(scale.squeeze(-1) * dscale) / epsilon
 
 
@@ -135,6 +163,7 @@ def _jvp(
     shift: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Forward mode: the tangents of y and of shift."""
+    epsilon = on(x.device, epsilon)
     scale, anchors, centred, w = _points(x, epsilon, hi)
     gamma = plan(x.to(hi.dtype), epsilon.to(hi.dtype).expand(hi.shape[:-1]), order, hi, shift)
     along = torch.zeros_like(centred) if dx is None else scale * dx.to(hi.dtype)

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from khot._core.precision import on
+
 __all__ = [
     "FAR",
     "FARTHEST",
@@ -56,7 +58,7 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor
     Args:
         x: scores, (*batch, n); −inf is never selected, +inf comes first.
         k: in [1, n].
-        epsilon: broadcasts with batch.
+        epsilon: broadcasts with batch; a number may be on the CPU.
 
     Returns:
         The plan, (*batch, k, n) of x's dtype; the int64 indices of the k largest, (*batch, k); hi and shift,
@@ -65,7 +67,7 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor
     """
     *batch, n = x.shape
     flat = x.reshape(-1, n)
-    eps = epsilon.double().expand(batch).reshape(-1)
+    eps = on(x.device, epsilon).double().expand(batch).reshape(-1)
     y = x.new_empty(flat.shape[0], k, n)
     order = torch.empty(flat.shape[0], k, dtype=torch.int64, device=x.device)
     hi = x.new_empty(flat.shape[0], k, dtype=torch.float64)

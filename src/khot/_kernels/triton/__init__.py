@@ -85,6 +85,9 @@ from khot._kernels.triton.ranking_losses import ndcg_loss_backward as ndcg_loss_
 from khot._kernels.triton.scans import decay_scan as decay_scan
 from khot._kernels.triton.selectable import selectable as selectable
 from khot._kernels.triton.transport import sorted_soft_topk as sorted_soft_topk
+from khot._kernels.triton.transport_backward import (
+    sorted_soft_topk_backward as sorted_soft_topk_backward,
+)
 from khot._kernels.triton.ways import soft_topk as soft_topk
 from khot._kernels.triton.ways import soft_topk_backward as soft_topk_backward
 
@@ -132,6 +135,7 @@ __all__ = [
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
     "sorted_soft_topk",
+    "sorted_soft_topk_backward",
     "systematic_sample",
     "topk",
     "topk_mask",

@@ -1,0 +1,183 @@
+"""The Triton kernels of the sorted SOFT top-k, interpreted, with gradients, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from khot._core.dispatch import OPERATORS
+from khot._kernels.reference import transport
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton reads this variable at import, so a test cannot set it
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+    # the interpreter computes with NumPy, which warns of infinities; they are intended
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+INF, NAN = torch.inf, torch.nan
+# the interpreter cuts digits off where it stores bfloat16, and a device rounds
+ROUNDED = {torch.float64: 1e-12, torch.float32: 2e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def rows(n: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Raw scores, ties, all equal, two far groups, −inf, +inf, and rows without an answer: a NaN, too many of
+    +inf, too many of −inf."""
+    x = torch.randn(9, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    x[1] = x[1].round()
+    x[2] = 0.25
+    x[3, ::2] += 30
+    x[4, : (n - k) // 2] = -INF
+    x[5, n - (k + 1) // 2 :] = INF
+    x[6, -1] = NAN
+    x[7, : k + 1] = INF if k < n else NAN
+    x[8, : n - k + 1] = -INF
+    return x.to(dtype)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest difference in units of the row's largest number, or of 1; inf where only one is NaN."""
+    got, want = got.double(), want.double()
+    if not want.numel():
+        return 0.0 if got.shape == want.shape else INF
+    size = want.abs().nan_to_num().flatten(1).amax(-1).clamp(min=1)
+    difference = (got - want).abs().masked_fill(got.isnan() & want.isnan(), 0).nan_to_num(nan=INF)
+    return (difference.flatten(1) / size.unsqueeze(-1)).max().item()
+
+
+def gradients(v: Tensor, x: Tensor, epsilon: Tensor, places: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """By the operations that autograd records."""
+    dx, depsilon = OPERATORS["sorted_soft_topk_backward"].kernel(v.double(), x.double(), epsilon, *places)
+    return dx, depsilon
+
+
+def check(
+    kernels: ModuleType, x: Tensor, k: int, epsilon: Tensor, of_gradients: float = 1e-10, rounded: float = 0.0
+) -> None:
+    y, *places = kernels.sorted_soft_topk(x, k, epsilon)
+    want, *wanted = transport.sorted_soft_topk(x.double(), k, epsilon)
+    assert y.dtype == x.dtype and y.shape == want.shape
+    assert error(y, want) <= (rounded or ROUNDED[x.dtype])
+    assert torch.equal(places[1].nan_to_num(), wanted[1].nan_to_num())
+    good = ~wanted[1].isnan().any(-1)
+    largest = x.gather(-1, places[0])
+    assert torch.equal(largest[good], x.gather(-1, wanted[0])[good])  # the order of ties is left open
+    assert all((row.sort().values.diff() > 0).all() for row in places[0].flatten(0, -2))
+    v = torch.randn(y.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64).to(x.dtype)
+    dx, depsilon = kernels.sorted_soft_topk_backward(v, x, epsilon, *places)
+    want_dx, want_depsilon = gradients(v, x, epsilon, tuple(wanted))
+    assert dx.dtype == x.dtype and depsilon.dtype == torch.float64
+    assert error(dx, want_dx) <= of_gradients + (ROUNDED[x.dtype] if x.dtype != torch.float64 else 0)
+    assert error(depsilon.unsqueeze(-1), want_depsilon.unsqueeze(-1)) <= of_gradients
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "epsilon"),
+    [
+        (9, 2, 0.5),
+        (5, 5, 0.3),
+        (7, 6, 3.0),
+        (6, 1, 0.02),
+        *(pytest.param(*a, marks=pytest.mark.slow) for a in ((40, 5, 0.05), (40, 20, 0.1), (33, 32, 1.0))),
+    ],
+)
+def test_rows_of_every_kind(kernels: ModuleType, n: int, k: int, epsilon: float) -> None:
+    """In float64, which a launch before sorts; also of one number on the CPU."""
+    check(kernels, rows(n, k), k, torch.tensor(epsilon, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_the_program_sorts(kernels: ModuleType, dtype: torch.dtype) -> None:
+    """By a number for each row; where it is none, the row has no answer."""
+    epsilon = torch.tensor([0.5, 0.3, 2.0, 0.1, 0.7, 0.4, 1.0, 1.0, 1.0], dtype=torch.float64)
+    check(kernels, rows(13, 4, dtype), 4, epsilon)
+    bad = torch.tensor([0.0, -1.0, INF, NAN, 0.5, 0.5, 1.0, 1.0, 1.0], dtype=torch.float64)
+    y, *places = kernels.sorted_soft_topk(rows(13, 4, dtype), 4, bad)
+    dx, depsilon = kernels.sorted_soft_topk_backward(y, rows(13, 4, dtype), bad, *places)
+    for result in (y.flatten(1), places[1], places[2], dx, depsilon.unsqueeze(-1)):
+        assert result.isnan().all(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 3
+        assert result.isnan().any(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 3
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (2, 2), (17, 16), (16, 16)])
+def test_sizes_that_coincide(kernels: ModuleType, n: int, k: int) -> None:
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
+    check(kernels, x, k, torch.tensor(0.6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("sorted_entries", [0, 1024])
+def test_rows_in_several_chunks(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, sorted_entries: int
+) -> None:
+    module = sys.modules["khot._kernels.triton.transport"]
+    monkeypatch.setattr(module, "HELD", 16)
+    monkeypatch.setattr(module, "SORTED", sorted_entries)
+    x = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).exp()
+    x[1, 25:] = x[1, :25]
+    check(kernels, x, 3, torch.tensor(0.2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.03, 50.0])
+def test_every_place_is_filled(kernels: ModuleType, epsilon: float) -> None:
+    """From almost hard to almost uniform, of raw data with near ties."""
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x[1], x[2] = (2 * x[1]).exp(), (x[2] > 0) + 1e-4 * x[2]
+    y, *_ = kernels.sorted_soft_topk(x, 6, torch.tensor(epsilon, dtype=torch.float64))
+    assert (y.sum(-1) - 1).abs().max() <= 1e-12
+    assert y.sum(-2).max() <= 1 + 1e-12 and y.min() >= 0
+
+
+@pytest.mark.parametrize("gap", [2.0, 4.0, 30.0, 1e4])
+def test_gradients_where_groups_hardly_exchange_anything(kernels: ModuleType, gap: float) -> None:
+    """Each group has those of a row of its own."""
+    near, epsilon = torch.tensor([[0.3, 0.28, 0.25]], dtype=torch.float64), torch.tensor(0.05).double()
+    x, v = torch.cat((near + gap, near), -1), torch.randn(1, 5, 6, generator=torch.Generator().manual_seed(3))
+    _, *places = kernels.sorted_soft_topk(x, 5, epsilon)
+    dx, _ = kernels.sorted_soft_topk_backward(v.double(), x, epsilon, *places)
+    for group, k in ((slice(0, 3), 3), (slice(3, 6), 2)):
+        _, *alone = transport.sorted_soft_topk(near, k, epsilon)
+        part = v[:, :3, :3] if k == 3 else v[:, 3:, 3:]
+        want, _ = gradients(part, near, epsilon, tuple(alone))
+        assert error(dx[:, group], want) <= 1e-11 + 2e-16 * gap / 0.05 * 10
+
+
+def test_arguments_in_any_layout(kernels: ModuleType) -> None:
+    g = torch.Generator().manual_seed(4)
+    epsilon = torch.tensor([[0.5], [0.9]], dtype=torch.float64)
+    x = torch.randn(7, 2, 3, generator=g).movedim(0, -1)
+    want = kernels.sorted_soft_topk(x.contiguous(), 2, epsilon.expand(2, 3).contiguous())
+    got = kernels.sorted_soft_topk(x, 2, epsilon)
+    assert all(map(torch.equal, got, want))
+    for v in (torch.randn(7, 2, 2, 3, generator=g).movedim(0, -1), torch.ones(1).expand(2, 3, 2, 7)):
+        pulled = kernels.sorted_soft_topk_backward(v, x, epsilon, *got[1:])
+        again = kernels.sorted_soft_topk_backward(v.contiguous(), x.contiguous(), epsilon, *got[1:])
+        assert all(map(torch.equal, pulled, again))
+    y, *places = kernels.sorted_soft_topk(x[:0], 2, epsilon[:0])
+    assert y.shape == (0, 3, 2, 7) and places[0].shape == (0, 3, 2)
+    dx, depsilon = kernels.sorted_soft_topk_backward(y, x[:0], epsilon[:0], *places)
+    assert dx.shape == (0, 3, 7) and depsilon.shape == (0, 3)
+
+
+def test_rows_that_newton_leaves_are_swept(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["khot._kernels.triton.transport"]
+    monkeypatch.setattr(module, "STEPS", module.tl.constexpr(0))
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    y, *_ = kernels.sorted_soft_topk(x, 2, torch.tensor(5.0, dtype=torch.float64))
+    want, *_ = transport.sorted_soft_topk(x, 2, torch.tensor(5.0, dtype=torch.float64))
+    assert 0 < error(y, want) <= 1e-9
+
+
+def test_more_anchors_than_a_program_holds(kernels: ModuleType) -> None:
+    x = torch.randn(2, 140, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    epsilon = torch.tensor(0.5, dtype=torch.float64)
+    got, want = kernels.sorted_soft_topk(x, 130, epsilon), transport.sorted_soft_topk(x, 130, epsilon)
+    assert all(map(torch.equal, got, want))
+    pulled = kernels.sorted_soft_topk_backward(got[0], x, epsilon, *got[1:])
+    assert all(map(torch.equal, pulled, gradients(got[0], x, epsilon, tuple(got[1:]))))
