@@ -80,7 +80,7 @@ def inverse_tau(pointer, stride, high, low, row, there):
 
 @triton.jit
 def finite(x, infinite):
-    return bounded(x.to(tl.float64), infinite)
+    return bounded(double(x), infinite)
 
 
 @triton.jit
