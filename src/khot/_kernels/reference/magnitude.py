@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -303,14 +304,29 @@ def vjp(
     """
     k, tau = on(hi.device, k), on(hi.device, tau)
     lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
-    d = _linearize(s, y, hi, lo, tau, p)
-    v = grad.to(hi.dtype)
-    turn = d.rate * d.w
-    parts = [d.selected.to(hi.dtype), d.inside.to(hi.dtype), d.rate, turn, d.rate * v, v * (d.fall + turn)]
-    selected, pooled, rate, moment, along, direct = row.total([part.sum(-1) for part in parts])
+
+    def parts() -> Iterator[tuple[slice, Tensor]]:
+        # an empty shard takes part as well: what it shares is recorded
+        return tiles(s) if s.shape[-1] else iter([(slice(0), widen(s))])
+
+    def of(part: slice, tile: Tensor) -> tuple[_Linear, Tensor]:
+        return _linearize(tile, y[..., part], hi, lo, tau, p), widen(grad[..., part])
+
+    sums = [torch.zeros_like(hi)] * 6
+    for part, tile in parts():
+        d, v = of(part, tile)
+        turn = d.rate * d.w
+        terms = d.selected, d.inside, d.rate, turn, d.rate * v, v * (d.fall + turn)
+        sums = [total + term.sum(-1) for total, term in zip(sums, terms, strict=True)]
+    selected, pooled, rate, moment, along, direct = row.total(sums)
     through = (grad_lo - along) * _per_pooled(k, selected, pooled, rate)
-    ds = d.own * v + d.rate * (v + row.share([through])[0].unsqueeze(-1))
-    return ds.to(s.dtype), -direct - through * moment
+    share = row.share([through])[0].unsqueeze(-1)
+    ds = []
+    for part, tile in parts():
+        if tile.shape != s.shape:  # otherwise there is one tile only
+            d, v = of(part, tile)
+        ds.append((d.own * v + d.rate * (v + share)).to(s.dtype))
+    return torch.cat(ds, -1), -direct - through * moment
 
 
 def jvp(
