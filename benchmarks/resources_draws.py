@@ -646,26 +646,28 @@ def _budget_in_float32(
     )  # fmt: skip
 
 
-# the kernel, entries of a row, k, the bound, and spills around the loops over anchors
+# the kernel, rows, entries of each, k, the bound, and spills around the loops over anchors
 TRANSPORTS = [
-    (transport._transport, 64, 8, 1_330, 0),
-    (transport._transport, 256, 16, 1_380, 0),
-    (transport._transport, 1_000, 64, 4_700, 160),
-    (transport._transport, 8_192, 16, 1_280, 0),
-    (transport_backward._pull_transport, 256, 16, 1_070, 0),
-    (transport_backward._pull_transport, 1_000, 64, 3_400, 90),
+    (transport._transport, 4_096, 64, 8, 1_600, 0),
+    (transport._transport, 4_096, 64, 32, 2_090, 0),
+    (transport._transport, 64, 256, 16, 1_380, 0),
+    (transport._transport, 64, 1_000, 64, 4_700, 160),
+    (transport._transport, 64, 8_192, 16, 1_280, 0),
+    (transport_backward._pull_transport, 4_096, 64, 8, 1_160, 8),
+    (transport_backward._pull_transport, 64, 256, 16, 1_030, 0),
+    (transport_backward._pull_transport, 64, 1_000, 64, 3_400, 90),
 ]
 
 
-def _transport(kernel: Any, n: int, k: int, bound: float, spills: int) -> Case:
+def _transport(kernel: Any, rows: int, n: int, k: int, bound: float, spills: int) -> Case:
     """Entries times anchors that a program holds at a time; in float64, with one step of all loops."""
-    constants = transport.which(k)
+    constants = transport.which(k, rows)
     warps, held = constants.pop("num_warps"), constants["KEYS"] * constants["CHUNK"]
     constants |= {"epsilon_pointer": None, "epsilon_stride": 0, "grad_column": 1}
     constants |= transport.sorting(n, k, n <= transport.SORTED)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return Case(
-        kernel, f"n = {n:,}, k = {k}", constants, warps, held / 32 / warps, bound, spills=spills,
+        kernel, f"({rows:,}, {n:,}), k = {k}", constants, warps, held / 32 / warps, bound, spills=spills,
         registers=ALL, few=n == 256, multiples=("x_stride", "grad_row", "grad_anchor"),
     )  # fmt: skip
 

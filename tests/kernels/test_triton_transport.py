@@ -118,6 +118,7 @@ def test_rows_in_several_chunks(
 ) -> None:
     module = sys.modules["khot._kernels.triton.transport"]
     monkeypatch.setattr(module, "HELD", 16)
+    monkeypatch.setattr(module, "FEW", 1)
     monkeypatch.setattr(module, "SORTED", sorted_entries)
     x = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).exp()
     x[1, 25:] = x[1, :25]
@@ -146,6 +147,17 @@ def test_gradients_where_groups_hardly_exchange_anything(kernels: ModuleType, ga
         part = v[:, :3, :3] if k == 3 else v[:, 3:, 3:]
         want, _ = gradients(part, near, epsilon, tuple(alone))
         assert error(dx[:, group], want) <= 1e-11 + 2e-16 * gap / 0.05 * 10
+
+
+def test_gradients_where_the_coupling_leaves_the_range_of_float64(kernels: ModuleType) -> None:
+    """Of neighbours it is exp(−gap/ε), whose inverse is infinite before it is 0 itself."""
+    gap, epsilon = torch.linspace(640, 745, 16, dtype=torch.float64), torch.tensor(1e-3, dtype=torch.float64)
+    x = -gap.unsqueeze(-1) * epsilon * torch.arange(3)
+    y, *places = kernels.sorted_soft_topk(x, 2, epsilon)
+    v = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    dx, depsilon = kernels.sorted_soft_topk_backward(v, x, epsilon, *places)
+    assert dx.isfinite().all() and depsilon.isfinite().all()
+    assert dx.abs().max() <= 1e-270 and depsilon.abs().max() <= 1e-266
 
 
 def test_arguments_in_any_layout(kernels: ModuleType) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from khot._kernels.reference import transport as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.exact import number64
-from khot._kernels.triton.fast import double, store
+from khot._kernels.triton.fast import double, store, total
 from khot._kernels.triton.largest import topk
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import LEAST, key_of
@@ -45,13 +45,15 @@ __all__ = [
 
 MOST = 128  # as many anchors leave a program its matrices on chip; the reference serves beyond
 SORTED = 1024  # entries of a row that its program sorts
-HELD = 1024  # anchors times entries that a program holds at a time
+HELD = 128  # anchors times entries that a warp holds at a time
+FEW = 256  # rows that leave a large device idle, unless their programs have twice the warps
 SWEEPS = 2_000  # of Sinkhorn, for rows that Newton leaves: none of 13,000 did
 FAR, FARTHEST = tl.constexpr(reference.FAR), tl.constexpr(reference.FARTHEST)
 STEEPEST, HIGHEST = tl.constexpr(reference.STEEPEST), tl.constexpr(reference.HIGHEST)
 STEPS, TOLERANCE = tl.constexpr(reference.STEPS), tl.constexpr(reference.TOLERANCE)
 GOAL, FLOOR = tl.constexpr(reference.GOAL), tl.constexpr(reference.FLOOR)
 PLACES = tl.constexpr(0x7FFFFFFF)
+LOOSE = tl.constexpr(1e-280)  # a coupling that has no effect, and whose inverse is all but infinite
 SCRATCH = tl.constexpr(5)  # numbers of a row for each anchor: twice two sums, and the shift
 
 
@@ -75,9 +77,9 @@ def beyond(x):
 
 
 @triton.jit
-def chosen(order, column):
-    """Which columns are among the k largest."""
-    return tl.max(tl.where(order[:, None] == column[None, :], 1, 0), axis=0) > 0
+def chosen(x, column, least, place):
+    """Which entries are among the k largest, of which the last one is given; of ties, the first ones are."""
+    return (x > least) | ((x == least) & (column <= place))
 
 
 @triton.jit
@@ -131,9 +133,9 @@ def head(largest, hi_pointer, hi, shift_pointer, shift, scale, k, KEYS: tl.const
     logits = tl.where(row < k, down - tl.cumsum(step, axis=0), float("-inf"))
     highest = tl.maximum(tl.max(logits, axis=0), last)
     weight, last = tl.exp(logits - highest[None, :]), tl.exp(last - highest)
-    total = tl.sum(weight, axis=0) + last
-    weight = tl.where(entry < k, weight / total[None, :], 0.0)
-    return weight, tl.where(anchor < k, last / total, 0.0)
+    mass = tl.sum(weight, axis=0) + last
+    weight = tl.where(entry < k, weight / mass[None, :], 0.0)
+    return weight, tl.where(anchor < k, last / mass, 0.0)
 
 
 @triton.jit
@@ -153,27 +155,27 @@ def solve(gram, excess, v, k, KEYS: tl.constexpr):
     """K⁻¹v for the M-matrix with −gram outside its diagonal and rows whose sums are `excess`.
 
     Its diagonal is added up from what is left of a row at each step, so that nothing cancels (Grassmann,
-    Taksar, Heyman 1985). A row that is 0 leaves v as it is.
+    Taksar, Heyman 1985). An anchor that is all but uncoupled keeps its v, which is as small.
     """
     anchor = tl.arange(0, KEYS)
-    inside = (anchor < k)[:, None] & (anchor < k)[None, :] & (anchor[:, None] != anchor[None, :])
-    between = tl.where(inside, gram, 0.0)
+    row, column = anchor[:, None], anchor[None, :]
+    own = row == column
+    # the sums take the place of the diagonal
+    left = tl.where(own, excess[:, None], gram)
+    left = tl.where((row < k) & (column < k), left, 0.0)
+    given = tl.zeros((KEYS, KEYS), tl.float64) + v[:, None]
     pivots = tl.full((KEYS,), 1.0, tl.float64)
     for j in range(k):
         here = anchor == j
-        at_row = tl.sum(tl.where(here[:, None] & (anchor > j)[None, :], between, 0.0), axis=0)
-        at_column = tl.sum(tl.where(here[None, :], between, 0.0), axis=1)
-        own, given = tl.sum(tl.where(here, excess, 0.0)), tl.sum(tl.where(here, v, 0.0))
-        pivot = tl.sum(at_row) + own
-        pivot = tl.where(pivot == 0, 1.0, pivot)
+        at_row, v_row = total((tl.where(row == j, left, 0.0), tl.where(row == j, given, 0.0)), 1)
+        at_column = tl.sum(tl.where(column == j, left, 0.0), axis=1)
+        pivot, rest = tl.sum(tl.where(anchor >= j, at_row, 0.0)), tl.sum(tl.where(here, at_row, 0.0))
+        pivot = tl.where(pivot < LOOSE, 1.0, pivot)
         pivots = tl.where(here, pivot, pivots)
-        share = tl.where(here, 0.0, at_column / pivot)
-        between = tl.where(
-            anchor[:, None] == anchor[None, :], 0.0, between + share[:, None] * at_row[None, :]
-        )
-        excess += share * own
-        v += share * given
-    return tl.where(anchor < k, v / pivots, 0.0)
+        share = tl.where(here, 0.0, at_column * (1 / pivot))[:, None]
+        left += share * tl.where(own, rest, tl.where(column > j, at_row[None, :], 0.0))
+        given += share * v_row[None, :]
+    return tl.where(anchor < k, tl.sum(tl.where(column == 0, given, 0.0), axis=1) / pivots, 0.0)
 
 
 # ------------------------------------------------------------------------------------ the solver
@@ -189,8 +191,8 @@ def _after(step, last, k, KEYS: tl.constexpr):
 
 @triton.jit
 def _evaluate(
-    x_pointer, hi_pointer, scratch_pointer, n, k, scale, hi, last, largest, order, shift, target, wanted,
-    KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    x_pointer, hi_pointer, scratch_pointer, n, k, scale, hi, last, largest, least, place, shift, target,
+    wanted, KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The sums over the anchors, ΓΓᵀ and its last column, and the largest relative error of a sum. What
     belongs to the last anchor comes apart."""
@@ -205,7 +207,7 @@ def _evaluate(
         x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
         power = powers(ratio(x, scale, last), index + 1, KEYS)
         inverse = 1 / (1 + tl.sum(rising[:, None] * power, axis=0))
-        inverse = tl.where((column < n) & ~chosen(order, column), inverse, 0.0)
+        inverse = tl.where((column < n) & ~chosen(x, column, least, place), inverse, 0.0)
         power *= inverse[None, :]
         sums += power
         squares += power * inverse[None, :]
@@ -218,14 +220,22 @@ def _evaluate(
     factor = factors(hi, shift, scale, last, anchor, k, KEYS)
     gram, edge = joined_gram(scratch_pointer, factor, k, KEYS)
     top, bottom = head(largest, hi_pointer, hi, shift_pointer, shift, scale, k, KEYS)
-    total = factor * tl.load(sums_pointer + k - 1 - anchor, mask=anchor < k, other=0.0) + tl.sum(top, axis=1)
+    reached = factor * tl.load(sums_pointer + k - 1 - anchor, mask=anchor < k, other=0.0) + tl.sum(
+        top, axis=1
+    )
     edge += tl.sum(top * bottom[None, :], axis=1)
     # Newton's matrix may be as rough as float32 is
     narrow = top.to(tl.float32)
     gram += tl.dot(narrow, tl.trans(narrow), input_precision="ieee").to(tl.float64)
     left = tl.sum(rest) + tl.sum(bottom)
-    error = tl.where(anchor < k, tl.abs(total - target) / tl.maximum(target, 1.0), 0.0)
-    return total, left, gram, edge, tl.maximum(tl.max(error), tl.abs(left - wanted) / tl.maximum(wanted, 1.0))
+    error = tl.where(anchor < k, tl.abs(reached - target) / tl.maximum(target, 1.0), 0.0)
+    return (
+        reached,
+        left,
+        gram,
+        edge,
+        tl.maximum(tl.max(error), tl.abs(left - wanted) / tl.maximum(wanted, 1.0)),
+    )
 
 
 @triton.jit
@@ -242,12 +252,12 @@ def _sweep(shift, sums, target, left, wanted, k, KEYS: tl.constexpr):
 def _first_step(shift, sums, edge, target, left, wanted, k, KEYS: tl.constexpr):
     """A sweep that leaves out the entries which are the last anchor's anyway."""
     free = (tl.arange(0, KEYS) < k) & (target == 1)
-    total = tl.sum(tl.where(free, sums, 0.0))
+    mass = tl.sum(tl.where(free, sums, 0.0))
     places = tl.sum(tl.where(free, 1, 0)).to(tl.float64)
     leverage = tl.sum(edge)
-    others = total * total / (total - leverage)
+    others = mass * mass / (mass - leverage)
     good = (leverage > 0) & (others > places + 0.5)  # nearer, rounding decides
-    left, wanted = tl.where(good, others - total, left), tl.where(good, others - places, wanted)
+    left, wanted = tl.where(good, others - mass, left), tl.where(good, others - places, wanted)
     return _sweep(shift, sums, target, left, wanted, k, KEYS)
 
 
@@ -296,9 +306,9 @@ def _transport(
     scratch_pointer += row * (SCRATCH * KEYS)
     anchor = tl.arange(0, KEYS)
     if SORTS:
-        place, slot = tl.arange(0, WIDTH), tl.arange(0, KEPT)
-        key = key_of(tl.load(x_pointer + place, mask=place < n, other=0.0))
-        packed = (tl.where(place < n, key, LEAST).to(tl.int64) << 32) | (place ^ PLACES).to(tl.int64)
+        entry, slot = tl.arange(0, WIDTH), tl.arange(0, KEPT)
+        key = key_of(tl.load(x_pointer + entry, mask=entry < n, other=0.0))
+        packed = (tl.where(entry < n, key, LEAST).to(tl.int64) << 32) | (entry ^ PLACES).to(tl.int64)
         packed = tl.topk(packed, KEPT) if KEPT < WIDTH else tl.sort(packed, descending=True)
         index = ((packed & PLACES).to(tl.int32) ^ PLACES).to(tl.int64)
         tl.store(index_pointer + slot, index, mask=slot < tl.minimum(k + 1, n))
@@ -307,7 +317,8 @@ def _transport(
     order, largest, hi, shift, target, taken, poison = _begin(
         x_pointer, index_pointer, n, k, scale, KEYS, CHUNK
     )
-    wanted = tl.zeros((), tl.float64) + (n - k)
+    place = tl.load(index_pointer + k - 1)
+    least, wanted = double(tl.load(x_pointer + place)), tl.zeros((), tl.float64) + (n - k)
     tl.store(order_pointer + anchor, order.to(tl.int64), mask=anchor < k)
     tl.store(hi_pointer + anchor, hi, mask=anchor < k)
     tl.debug_barrier()
@@ -326,8 +337,8 @@ def _transport(
     tries = tl.where(poison == 0, 1, 0)  # a row without an answer is NaN already
     while tries > 0:
         new_sums, new_left, new_gram, new_edge, new_error = _evaluate(
-            x_pointer, hi_pointer, scratch_pointer, n, k, scale, hi, last, largest, order, trial, target,
-            wanted, KEYS, CHUNK,
+            x_pointer, hi_pointer, scratch_pointer, n, k, scale, hi, last, largest, least, place, trial,
+            target, wanted, KEYS, CHUNK,
         )  # fmt: skip
         # along a step of Newton's the convex dual must not climb half as steeply as it fell
         climb, fall = tl.sum((new_sums - target) * step), tl.sum(missing * step)
@@ -366,7 +377,7 @@ def _transport(
         power = powers(ratio(x, scale, last), tl.maximum(k - anchor, 0), KEYS)
         weight = factor[:, None] * power
         y = weight / (1 + tl.sum(weight, axis=0))[None, :] + poison
-        store(at + column[None, :], y, there & ((column < n) & ~chosen(order, column))[None, :])
+        store(at + column[None, :], y, there & ((column < n) & ~chosen(x, column, least, place))[None, :])
     top, _ = head(largest, hi_pointer, hi, shift_pointer, shift, scale, k, KEYS)
     # entries of +inf share the first places
     share = 1 / tl.maximum(taken.to(tl.float64), 1.0)
@@ -378,10 +389,11 @@ def _transport(
 KERNELS = (_transport,)
 
 
-def which(k: int) -> dict[str, Any]:
+def which(k: int, rows: int) -> dict[str, Any]:
     """How a program holds its anchors, and as many entries as there is room for beside them."""
     keys = max(16, 1 << (k - 1).bit_length())
-    return {"KEYS": keys, "CHUNK": max(16, HELD // keys), "num_warps": max(8, keys // 8)}
+    warps = 4 if keys == 16 and rows > FEW else max(8, keys // 8)
+    return {"KEYS": keys, "CHUNK": max(16, HELD * warps // keys), "num_warps": warps}
 
 
 def sorting(n: int, k: int, sorts: bool) -> dict[str, Any]:
@@ -398,7 +410,7 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor
         return reference.sorted_soft_topk(x, k, epsilon)
     y, hi = x.new_empty(*batch, k, n), x.new_empty(*batch, k, dtype=torch.float64)
     order, shift = torch.empty_like(hi, dtype=torch.int64), torch.empty_like(hi)
-    constants, found = which(k), min(k + 1, n)
+    constants, found = which(k, rows), min(k + 1, n)
     sorts = n <= SORTED and x.dtype != torch.float64
     index = order.new_empty(rows, found) if sorts else topk(x, found, True, True)[1].contiguous()
     launch(

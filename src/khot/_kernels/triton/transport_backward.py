@@ -65,7 +65,8 @@ def _pull_transport(
     shift = tl.load(shift_pointer + anchor, mask=anchor < k, other=0.0)
     order = tl.load(order_pointer + row * k + anchor, mask=anchor < k, other=-1).to(tl.int32)
     given = double(tl.load(x_pointer + tl.maximum(order, 0), mask=anchor < k, other=0.0))
-    last = tl.load(hi_pointer + k - 1)
+    last, place = tl.load(hi_pointer + k - 1), tl.load(order_pointer + row * k + k - 1)
+    least = double(tl.load(x_pointer + place))
     poison = tl.where(tl.sum(hi * 0) + scale * 0 == 0, 0.0, float("nan"))
     origin = tl.where(tl.abs(last) == FAR, 0.0, last)
     factor = factors(hi, shift, scale, last, anchor, k, KEYS)
@@ -76,8 +77,8 @@ def _pull_transport(
     pulls = tl.zeros((KEYS, CHUNK), tl.float64)
     for start in range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        counts = (column < n) & ~chosen(order, column)
         x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
+        counts = (column < n) & ~chosen(x, column, least, place)
         w = ratio(x, scale, last)
         power = powers(w, index + 1, KEYS)
         inverse = tl.where(counts, 1 / (1 + tl.sum(rising[:, None] * power, axis=0)), 0.0)
@@ -111,8 +112,8 @@ def _pull_transport(
     slope = tl.zeros((CHUNK,), tl.float64)
     for start in range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        counts = (column < n) & ~chosen(order, column)
         x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
+        counts = (column < n) & ~chosen(x, column, least, place)
         weight = factor[:, None] * powers(ratio(x, scale, last), exponent, KEYS)
         gamma = weight / (1 + tl.sum(weight, axis=0))[None, :]
         at = grads + column.to(tl.int64)[None, :] * grad_column
@@ -148,7 +149,7 @@ def sorted_soft_topk_backward(
         kernel = OPERATORS["sorted_soft_topk_backward"].kernel
         return kernel(grad, x, epsilon, order, hi, shift)
     dx, depsilon = x.new_empty(x.shape), hi.new_empty(batch)
-    constants, grads = which(k), grad.reshape(-1, k, n)
+    constants, grads = which(k, rows), grad.reshape(-1, k, n)
     launch(
         _pull_transport, rows,
         grads, *grads.stride(), *layout.rows(x, n), *layout.values(epsilon, batch, x.device),
