@@ -166,7 +166,7 @@ def plain_calls(like: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def calls_with_more() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Other such calls, of rows (4, 64), which make operations of torch beside their launches."""
+    """Other such calls, of rows (4, 64), which make more launches or operations of torch."""
     import torch
 
     import khot
@@ -200,6 +200,10 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
     few_wanted, few_grad = few.clone().requires_grad_(), grad[:4].clone()
     softmax = partial(torch.softmax, dim=-1)
 
+    def in_its_place(call: Any) -> Callable[[Tensor], Tensor]:
+        """A layer's, if the call is one."""
+        return torch.nn.Softmax(-1) if isinstance(getattr(call, "func", call), torch.nn.Module) else softmax
+
     def both(call: Callable[[Any], Any], x: Any, grad: Any) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(call(x), x, grad)
 
@@ -217,11 +221,11 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
 
     calls = {}
     for name, call in plain_calls(x).items():
-        soft = torch.nn.Softmax(-1) if isinstance(call, torch.nn.Module) else softmax
+        soft = in_its_place(call)
         calls[name] = partial(call, x), partial(soft, few)
         calls[f"{name} and its gradient"] = both(call, wanted, grad), both(soft, few_wanted, few_grad)
     for name, call in calls_with_more().items():  # torch's own operations compute here, so of few rows
-        soft = torch.nn.Softmax(-1) if isinstance(call, torch.nn.Module) else softmax
+        soft = in_its_place(call)
         calls[name] = partial(call, few), partial(soft, few)
         calls[f"{name} and its gradient"] = both(call, few_wanted, few_grad), both(soft, few_wanted, few_grad)
     forward, with_gradient = calls["soft_topk"], calls["soft_topk and its gradient"]

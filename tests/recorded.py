@@ -21,10 +21,11 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import exact_sums, functions, native
+from khot._kernels.triton import around, exact_sums, functions, native
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
+HOW = {number: name for name, number in around.HOW.items()}
 FORMS = {number: name for name, number in exact_sums.BY.items()}
 OUTPUTS = {number: name for name, number in functions.OUTPUTS.items()}
 DTYPES = {
@@ -382,7 +383,47 @@ def _careful(values: dict[str, Any]) -> None:
     _memory(values["numbers_pointer"], torch.float64, size).fill_(7)  # as it may write anything there
 
 
+def _spread(values: dict[str, Any], name: str) -> Tensor:
+    """The entries of a tensor as rows."""
+    kind = values["kinds"][f"{name}_pointer"]
+    inner, outer, row, column = (values[f"{name}_{each}"] for each in ("inner", "outer", "row", "column"))
+    size, found = DTYPES[kind].itemsize, torch.empty(values["rows"], values["n"], dtype=DTYPES[kind])
+    for i in range(values["rows"]):
+        for j in range(values["n"]):
+            at = i // inner * outer + i % inner * row + j * _signed(column)
+            found[i, j] = _memory(values[f"{name}_pointer"] + size * at, DTYPES[kind])
+    return found
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _around(values: dict[str, Any]) -> None:
+    if values["rows"] == 0:  # it is compiled
+        return
+    v = _spread(values, "v")
+    mask = _spread(values, "mask") if values.get("mask_pointer") else torch.ones_like(v, dtype=torch.bool)
+    other = _spread(values, "other") if values.get("other_pointer") else v
+    sign, out = torch.ones_like(other).copysign(other), (~mask).sum(-1, keepdim=True)
+    places = torch.arange(1, values["n"] + 1)
+    result = {
+        "fill": lambda: torch.where(mask, v * values["sign"], values["fill"]),
+        "sizes": lambda: torch.where(mask, v * sign, values["fill"]),
+        "signs": lambda: v * sign,
+        "ranks": lambda: torch.where(other == -torch.inf, v - out * 0.5, v) * mask,
+        "product": lambda: v * mask,
+        "places": lambda: torch.where((places <= mask.sum(-1, keepdim=True)) | other.isnan(), v, 0),
+    }[HOW[values["HOW"]]]()
+    size, step = v.element_size(), _signed(values["out_column"])
+    begin = values["out_pointer"] - (size * (values["n"] - 1) if step < 0 else 0)
+    _memory(begin, v.dtype, *v.shape).copy_(result if step > 0 else result.flip(-1))
+    if values.get("second_pointer"):
+        _memory(values["second_pointer"], other.dtype, *v.shape).copy_(torch.where(mask, other, 0))
+
+
 EMULATED = {
+    "_around": _around,
     "_pareto": _pareto,
     "_careful": _careful,
     "_part_scan": _part_scan,

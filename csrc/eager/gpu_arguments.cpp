@@ -1,4 +1,5 @@
 // Python's arguments of a plain call on a GPU, by their roles (prepared.h).
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -28,24 +29,24 @@ bool broadcasts(at::IntArrayRef shape, at::IntArrayRef target) {
 
 // A number of Python, which has to be in the range that it is in the ordinary way as well, or one for each
 // row.
-bool read_number(PyObject* value, char role, const Tensor& x, Number& found, int64_t& fact) {
+bool read_number(PyObject* value, char role, const Tensor& x, const Shape& shape, Number& found,
+                 int64_t& fact) {
   if (PyFloat_CheckExact(value) || PyLong_CheckExact(value)) {
     const auto given = number(value);
     if (!given || !by_value(*given)) return false;
-    if (role != 't' && *given > static_cast<double>(x.size(-1))) return false;
+    if (role != 't' && *given > static_cast<double>(shape.n)) return false;
     if (role == 'i' && *given != std::floor(*given)) return false;
     found.value = *given;
     return true;
   }
   if (!THPVariable_CheckExact(value)) return false;
   const Tensor& given = THPVariable_Unpack(value);
-  const at::IntArrayRef batch = x.sizes().slice(0, x.dim() - 1);
   const at::ScalarType dtype = given.scalar_type();
   const bool integer = dtype == at::kLong || dtype == at::kInt;
-  if (!is_beside(given, x) || !(integer || dtype_of(given)) || !broadcasts(given.sizes(), batch))
+  if (!is_beside(given, x) || !(integer || dtype_of(given)) || !broadcasts(given.sizes(), shape.batch()))
     return false;
   found.given = given;
-  found.tensor = for_launch(given, x);
+  found.tensor = for_launch(given, shape.batch());
   fact = number_fact(found.tensor.scalar_type(), given.numel() == 1);
   return true;
 }
@@ -68,12 +69,8 @@ bool read_mask(PyObject* value, const Tensor& x, Call& call) {
   if (call.inputs.size() > 1) {  // the mask makes the cost one of each entry
     call.signature.cost() = cost_fact(call.inputs[1].scalar_type(), true);
   }
-  if (!is_constant(call.mask, x) || call.mask.scalar_type() != at::kBool) return false;
-  if (call.axis == -1) return broadcasts(call.mask.sizes(), x.sizes());
-  const at::IntArrayRef given = x.movedim(-1, call.axis).sizes();
-  if (!broadcasts(call.mask.sizes(), given)) return false;
-  call.mask = call.mask.expand(given).movedim(call.axis, -1);
-  return true;
+  return is_constant(call.mask, x) && call.mask.scalar_type() == at::kBool &&
+         broadcasts(call.mask.sizes(), x.sizes());
 }
 
 std::optional<int64_t> cdf_fact(PyObject* value) {
@@ -87,8 +84,32 @@ std::optional<int64_t> cdf_fact(PyObject* value) {
 
 }  // namespace
 
-Tensor for_launch(const Tensor& given, const Tensor& x) {
-  const at::IntArrayRef batch = x.sizes().slice(0, x.dim() - 1);
+Shape::Shape(const Tensor& x, int64_t axis)
+    : axis(axis), n(x.size(axis)), sizes(x.sizes().begin(), x.sizes().end()) {
+  std::rotate(sizes.end() + axis, sizes.end() + axis + 1, sizes.end());
+}
+
+bool Shape::is_dense(const Tensor& x) const {
+  if (axis == -1) return x.is_contiguous();
+  if (n > 1 && x.stride(axis) != 1) return false;
+  int64_t step = n;
+  for (int64_t dim = x.dim() - 1; dim >= 0; --dim) {
+    if (dim == x.dim() + axis || x.size(dim) == 1) continue;
+    if (x.stride(dim) != step) return false;
+    step *= x.size(dim);
+  }
+  return true;
+}
+
+void Shape::put_back(Tensor& made) const {
+  if (axis == -1) return;
+  at::DimVector size(made.sizes()), stride(made.strides());
+  std::rotate(size.end() + axis, size.end() - 1, size.end());
+  std::rotate(stride.end() + axis, stride.end() - 1, stride.end());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+}
+
+Tensor for_launch(const Tensor& given, at::IntArrayRef batch) {
   Tensor found = given.requires_grad() ? given.detach() : given;
   if (!dtype_of(found)) found = found.to(at::kDouble);
   if (found.numel() == 1) return found;
@@ -98,12 +119,14 @@ Tensor for_launch(const Tensor& given, const Tensor& x) {
 bool read(Operator which, PyObject* const* args, Call& call) {
   const char* const roles = kOperators[which].roles;
   is_missed() = false;
-  const Tensor* const given = rows_along(args[0], args[std::strchr(roles, 'd') - roles], call.axis);
+  int64_t axis = -1;
+  const Tensor* const given = rows_along(args[0], args[std::strchr(roles, 'd') - roles], axis);
   if (given == nullptr || !is_there(*given)) return false;
-  const Tensor x = call.axis == -1 ? *given : given->movedim(call.axis, -1);
+  const Tensor& x = *given;
+  call.shape = Shape(x, axis);
   // the ordinary way copies rows whose entries do not lie side by side, too, but no others
-  if (!x.is_contiguous() && (x.size(-1) == 1 || x.stride(-1) == 1)) return false;
-  call.signature = Signature(which, x);
+  if (!call.shape.is_dense(x) && (call.shape.n == 1 || x.stride(axis) == 1)) return false;
+  call.signature = Signature(which, x, call.shape.n);
   call.inputs.push_back(x);
   int choice = 0, number = 0;
   for (int i = 1; roles[i] != 0; ++i) {
@@ -112,8 +135,10 @@ bool read(Operator which, PyObject* const* args, Call& call) {
       case 'k':
       case 'i':
       case 't':
-        if (!read_number(value, roles[i], x, call.numbers[number], call.signature.number(number)))
+        if (!read_number(value, roles[i], x, call.shape, call.numbers[number],
+                         call.signature.number(number))) {
           return false;
+        }
         ++number;
         break;
       case 'c':
@@ -124,7 +149,7 @@ bool read(Operator which, PyObject* const* args, Call& call) {
         break;
       }
       case 'w':
-        if (call.axis != -1 || !read_cost(value, x, call)) return false;
+        if (axis != -1 || !read_cost(value, x, call)) return false;
         break;
       case 'm':
         if (!read_mask(value, x, call)) return false;

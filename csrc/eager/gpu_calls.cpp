@@ -1,23 +1,7 @@
 // Plain calls on a GPU by prepared launches.
 #include "eager/gpu_calls.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/copysign.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/flip.h>
-#include <ATen/ops/isnan.h>
-#include <ATen/ops/le.h>
-#include <ATen/ops/logical_not.h>
-#include <ATen/ops/logical_or.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/sub.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/where.h>
-
 #include <cstring>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -25,8 +9,8 @@ namespace khot::gpu {
 namespace {
 
 // Start one of the launches, whose results lie at these addresses.
-bool start(const Step& step, c10::Device device, c10::ArrayRef<const void*> inputs,
-           c10::ArrayRef<const Number*> numbers, c10::ArrayRef<void*> results) {
+bool start(const Step& step, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
+           c10::ArrayRef<void*> results, const Queue& queue) {
   auto values = step.parameters.values;
   bool aligned = true;
   const auto put_address = [&](int place, const void* address) {
@@ -49,109 +33,62 @@ bool start(const Step& step, c10::Device device, c10::ArrayRef<const void*> inpu
       rest -= part;
     }
   }
-  return aligned && gpu::start(*step.kernel, step.programs, values.data(), step.parameters.count, device);
+  return aligned && gpu::start(*step.kernel, step.programs, values.data(), step.parameters.count, queue);
 }
 
 }  // namespace
 
-Results run(const Prepared& prepared, const Tensor& x, c10::ArrayRef<const void*> inputs,
-            c10::ArrayRef<const Number*> numbers) {
+Results run(const Prepared& prepared, at::IntArrayRef sizes, c10::Device device,
+            c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers, const Queue& queue) {
   Results results;
-  results.first =
-      empty(prepared.whole ? x.sizes() : x.sizes().slice(0, x.dim() - 1), x.device(), prepared.dtype);
+  results.first = empty(prepared.whole ? sizes : sizes.slice(0, sizes.size() - 1), device, prepared.dtype);
   c10::SmallVector<void*, 6> addresses{results.first.mutable_data_ptr()};
-  if (prepared.kept_bytes > 0) results.kept = empty({prepared.kept_bytes / 8}, x.device(), at::kDouble);
-  if (prepared.scratch_bytes > 0)
-    results.scratch = empty({prepared.scratch_bytes / 8}, x.device(), at::kDouble);
+  if (prepared.kept_bytes > 0) results.kept = empty({prepared.kept_bytes / 8}, device, at::kDouble);
+  if (prepared.scratch_bytes > 0) results.scratch = empty({prepared.scratch_bytes / 8}, device, at::kDouble);
   for (size_t i = 0; i < prepared.begins.size(); ++i) {
     void* const begin = (i < prepared.kept ? results.kept : results.scratch).mutable_data_ptr();
     addresses.push_back(static_cast<char*>(begin) + prepared.begins[i]);
   }
   for (const Step& step : prepared.steps) {
-    if (!start(step, x.device(), inputs, numbers, addresses)) return {};
+    if (!start(step, inputs, numbers, addresses, queue)) return {};
   }
   return results;
 }
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-// A number on the CPU, which an operation on a device takes as it is.
-const Tensor& one() {
-  static const auto* const only = new Tensor(at::scalar_tensor(at::Scalar(1)));
-  return *only;
-}
-
-// What the ordinary way does to the rows before the launch, with the same results. Returns the signs of
-// entries that stand for their size.
-Tensor prepare_rows(Operator which, Call& call) {
-  Tensor &x = call.inputs[0], signs;
-  if (call.negated) x = at::neg(x);
-  if (!call.mask.defined()) return signs;
-  if (which == kSizes) {
-    signs = at::copysign(one(), x.detach());
-    x = at::mul(x, signs);
-  }
-  x = at::where(call.mask, x, at::Scalar(which == kSoftSort && call.reversed ? kInfinity : -kInfinity));
-  if (which == kBudget) {
-    call.inputs[1] = at::where(call.mask.expand(x.sizes()), call.inputs[1], at::Scalar(0));
-  }
-  return signs;
-}
-
-// And to the result.
-Tensor finished(Operator which, const Call& call, const Tensor& signs, Tensor y) {
-  if (call.reversed) y = at::flip(y, {-1});
-  if (!call.mask.defined()) return y;
-  const Tensor& x = call.inputs[0];
-  const bool of_columns = call.mask.dim() > 0 && call.mask.size(-1) == x.size(-1);
-  const Tensor mask = of_columns ? call.mask : call.mask.expand(x.sizes());
-  switch (which) {
-    case kSizes:
-      return at::mul(y, signs);
-    case kSoftRank: {
-      const Tensor out = at::sum(at::logical_not(mask), {-1}, true, at::kFloat);
-      const Tensor less = at::sub(y, out, at::Scalar(0.5));
-      const Tensor untied = at::where(at::eq(x, at::Scalar(-kInfinity)), less, y);
-      return at::mul(untied, mask).to(y.scalar_type());
-    }
-    case kSoftSort: {
-      const Tensor places = at::arange(1, x.size(-1) + 1, x.options().dtype(at::kLong));
-      const Tensor taken = at::le(places, at::sum(mask, {-1}, true));
-      return at::where(at::logical_or(taken, at::isnan(y)), y, at::Scalar(0));
-    }
-    default:
-      return y;
-  }
-}
-
 // The result of a call; undefined if it is left to other ways. With a draw it is a sample from what the
-// launch results in, with the gradient of that.
-Tensor solved(Operator which, Call& call, const Draw* draw = nullptr) {
+// launch results in, with the gradient of that. The rows that the launch reads may have been made already.
+Tensor solved(const Call& call, const Draw* draw = nullptr, const Tensors* made = nullptr) {
   const auto prepared = find_or_miss(call.signature);
   if (prepared == nullptr) return Tensor();
+  const Operator which = call.which();
   RECORD_FUNCTION(std::string("khot::") + kOperators[which].name, std::vector<c10::IValue>());
-  Tensor& x = call.inputs[0];
-  const bool differentiable = which != kTopkMask && which != kSelectable;
-  if (!differentiable && x.requires_grad()) x = x.detach();
+  const Tensor& x = call.inputs[0];
   const c10::DeviceGuard current(x.device());
-  const Tensor signs = prepare_rows(which, call);
+  const Queue queue = queue_of(x.device());
+  Tensors rows;
+  if (made != nullptr) {
+    rows = *made;
+  } else if (!before(call, queue, rows)) {
+    return Tensor();
+  }
   c10::SmallVector<const void*, 2> inputs;
-  const Tensors dense = contiguous(call.inputs);
-  for (const Tensor& input : dense) inputs.push_back(input.const_data_ptr());
+  for (const Tensor& input : rows) inputs.push_back(input.const_data_ptr());
   c10::SmallVector<const Number*, kMostNumbers> numbers;
   for (size_t i = 0; i < prepared->steps[0].numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
-  Results results = run(*prepared, x, inputs, numbers);
-  if (draw != nullptr && results.first.defined()) results.first = draw->sample(results.first);
+  const Results results = run(*prepared, call.shape.sizes, x.device(), inputs, numbers, queue);
   if (!results.first.defined()) return Tensor();
+  Tensor y = draw == nullptr ? results.first : draw->sample(results.first, queue);
+  if (!y.defined() || !after(call, queue, rows, y)) return Tensor();
+  if (prepared->whole && (draw == nullptr || draw->rows == nullptr)) call.shape.put_back(y);
   bool wanted = x.requires_grad();
   for (const Number& number : call.numbers) {
     wanted = wanted || (number.given.defined() && number.given.requires_grad());
   }
-  if (differentiable && wanted && at::GradMode::is_enabled()) record(call, *prepared, results);
-  Tensor y = finished(which, call, signs, std::move(results.first));
-  return call.axis == -1 || which == kSelectable ? y : y.movedim(-1, call.axis);
+  const bool differentiable = which != kTopkMask && which != kSelectable;
+  if (differentiable && wanted && at::GradMode::is_enabled()) record(call, *prepared, results, y);
+  return y;
 }
 
 // A sample by Pareto's design from the soft top-k that is asked for; for each row of `rows`, if there are
@@ -167,7 +104,7 @@ PyObject* sampled(PyObject* const* asked, PyObject* generator, PyObject* least, 
     Py_RETURN_NONE;
   }
   if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
-  Tensor sample = solved(kSoftTopk, given, &draw);
+  Tensor sample = solved(given, &draw);
   if (!sample.defined()) Py_RETURN_NONE;
   // Gradients of many rows are summed in float before they get the dtype of the logits.
   return THPVariable_Wrap(narrow && rows == nullptr ? sample.to(dtype) : std::move(sample));
@@ -183,17 +120,11 @@ PyObject* call_or_none(Operator which, PyObject* const* args, Py_ssize_t count) 
 
 }  // namespace
 
-Tensors contiguous(const Tensors& inputs) {
-  Tensors found;
-  for (const Tensor& input : inputs) found.push_back(input.is_contiguous() ? input : input.contiguous());
-  return found;
-}
-
 PyObject* call(Operator which, PyObject* const* args) {
   if (driver().launch == nullptr) return nullptr;
   Call given;
   if (!read(which, args, given)) return nullptr;
-  Tensor y = solved(which, given);
+  Tensor y = solved(given);
   return y.defined() ? THPVariable_Wrap(std::move(y)) : nullptr;
 }
 
@@ -237,14 +168,15 @@ KHOT_CALL(soft_topk_of_selectable) {
   PyObject* const asked[] = {args[0], args[2], args[1]};
   if (!read(kSoftTopk, args, given) || given.negated || given.numbers[0].tensor.defined()) Py_RETURN_NONE;
   if (!read(kSelectable, asked, counting)) Py_RETURN_NONE;
-  given.signature.number(0) = number_fact(at::kDouble, given.inputs[0].numel() == given.inputs[0].size(-1));
-  if (find_or_miss(given.signature) == nullptr) Py_RETURN_NONE;
-  prepare_rows(kSoftTopk, given);
-  given.mask.reset();
-  counting.inputs[0] = given.inputs[0];
-  given.numbers[0].given = given.numbers[0].tensor = solved(kSelectable, counting);
+  const Tensor& x = given.inputs[0];
+  given.signature.number(0) = number_fact(at::kDouble, x.numel() == given.shape.n);
+  if (find_or_miss(given.signature) == nullptr || find_or_miss(counting.signature) == nullptr) Py_RETURN_NONE;
+  const c10::DeviceGuard current(x.device());
+  Tensors rows;
+  if (!before(given, queue_of(x.device()), rows)) Py_RETURN_NONE;
+  given.numbers[0].given = given.numbers[0].tensor = solved(counting, nullptr, &rows);
   if (!given.numbers[0].tensor.defined()) Py_RETURN_NONE;
-  Tensor y = solved(kSoftTopk, given);
+  Tensor y = solved(given, nullptr, &rows);
   if (!y.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS

@@ -1,10 +1,11 @@
 // Plain calls on a GPU: from Python's arguments (gpu_arguments.cpp) to a prepared launch (gpu_calls.cpp), and
-// the node of its gradient (gpu_gradient.cpp).
+// the node of its gradient (gpu_gradient.cpp), with what goes around the launch (gpu_around.cpp).
 //
 // One body serves all operators. What their arguments mean, and what their launches are given, is in tables:
 // `kOperators` in prepared.h and `LAUNCHES` in khot/_kernels/triton/native.py.
 #pragma once
 
+#include <ATen/DimVector.h>
 #include <ATen/core/Generator.h>
 
 #include <array>
@@ -27,13 +28,27 @@ struct Number {
 };
 using Numbers = std::array<Number, kMostNumbers>;
 
+// The rows of a tensor along a dimension, counted from the end.
+struct Shape {
+  int64_t axis = -1, n = 1;
+  at::DimVector sizes;  // of the tensor, with that dimension last
+
+  Shape() = default;
+  Shape(const Tensor& x, int64_t axis);
+  at::IntArrayRef batch() const { return at::IntArrayRef(sizes).slice(0, sizes.size() - 1); }
+  bool is_dense(const Tensor& x) const;  // whether they lie one after another
+  void put_back(Tensor& made) const;     // the dimension of rows that were made here
+};
+
+// The arguments of a call, as they were given.
 struct Call {
   Signature signature;
-  int64_t axis = -1;  // where the rows lie, counted from the end; below they lie in the last dimension
-  Tensors inputs;     // the rows, and a cost
+  Shape shape;
+  Tensors inputs;  // what has the rows, and a cost
   Numbers numbers;
   Tensor mask;
   bool negated = false, reversed = false;
+  Operator which() const { return static_cast<Operator>(signature.facts[0]); }
 };
 
 // Whether the last call that was asked for is plain, but has no prepared launch: the ordinary way is to
@@ -50,11 +65,8 @@ inline std::shared_ptr<const Prepared> find_or_miss(const Signature& signature) 
   return found;
 }
 
-// A given number, which broadcasts with the rows of x, as a launch reads it.
-Tensor for_launch(const Tensor& given, const Tensor& x);
-
-// As a launch reads them.
-Tensors contiguous(const Tensors& inputs);
+// A given number, which broadcasts with a batch, as a launch reads it.
+Tensor for_launch(const Tensor& given, at::IntArrayRef batch);
 
 // False for what is not plain.
 bool read(Operator which, PyObject* const* args, Call& call);
@@ -70,18 +82,31 @@ struct Draw {
   bool find(const Signature& like, PyObject* given_generator, PyObject* least, const Tensor* rows = nullptr);
 
   // Undefined, with no random number used, if nothing was started; unless the driver made an error.
-  Tensor sample(const Tensor& probs) const;
+  Tensor sample(const Tensor& probs, const Queue& queue) const;
 };
 
 struct Results {
   Tensor first, kept, scratch;  // the first is undefined if nothing was started
 };
 
-// Start a prepared launch with these addresses and numbers, on the device of x, which is the current one.
-Results run(const Prepared& prepared, const Tensor& x, c10::ArrayRef<const void*> inputs,
-            c10::ArrayRef<const Number*> numbers);
+// Start a prepared launch for rows of such sizes with these addresses and numbers, on a device, which is the
+// current one.
+Results run(const Prepared& prepared, at::IntArrayRef sizes, c10::Device device,
+            c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers, const Queue& queue);
 
-// Let the result have the gradient of the call.
-void record(const Call& call, const Prepared& prepared, const Results& results);
+// Let the result, of which a launch wrote `results`, have the gradient of the call.
+void record(const Call& call, const Prepared& prepared, const Results& results, Tensor& result);
+
+// What goes around a launch, as the ordinary way's operations have it; false if nothing was started.
+//
+// What the launch reads, in rows one after another; the call's result from the launch's; and the same of the
+// gradient, of which the launch's result may be read again.
+bool before(const Call& call, const Queue& queue, Tensors& rows);
+bool after(const Call& call, const Queue& queue, const Tensors& rows, Tensor& result);
+bool before_gradient(const Call& call, const Queue& queue, const Tensor& result, Tensor& grad);
+bool after_gradient(const Call& call, const Queue& queue, Tensor& grad);
+
+// The same row for each of these sizes; undefined if nothing was started.
+Tensor repeated(const Tensor& row, at::IntArrayRef sizes, const Queue& queue);
 
 }  // namespace khot::gpu

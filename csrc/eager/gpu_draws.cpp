@@ -43,14 +43,15 @@ bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* leas
   return prepared != nullptr && generator->device() == device;
 }
 
-Tensor Draw::sample(const Tensor& given) const {
-  const Tensor probs = rows == nullptr ? given : given.expand(rows->sizes()).contiguous();
+Tensor Draw::sample(const Tensor& given, const Queue& queue) const {
+  const Tensor probs = rows == nullptr ? given : repeated(given, rows->sizes(), queue);
+  if (!probs.defined() || !queue) return Tensor();
   const void* const address = probs.const_data_ptr();
-  if ((reinterpret_cast<uintptr_t>(address) & kAligned) != 0 || !unwatched()) return Tensor();
+  if ((reinterpret_cast<uintptr_t>(address) & kAligned) != 0) return Tensor();
   const Tensor seed = new_seed(generator, probs.device());
   RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
   const void* const inputs[] = {address, seed.const_data_ptr()};
-  return run(*prepared, probs, inputs, {}).first;
+  return run(*prepared, probs.sizes(), probs.device(), inputs, {}, queue).first;
 }
 
 PyObject* pareto(PyObject* const* args) {
@@ -59,9 +60,9 @@ PyObject* pareto(PyObject* const* args) {
   const Tensor* const probs = rows_in(args[0], args[1]);
   if (probs == nullptr || !is_there(*probs) || !probs->is_contiguous()) return nullptr;
   Draw draw;
-  if (!draw.find(Signature(kParetoSample, *probs), args[2], args[3])) return nullptr;
+  if (!draw.find(Signature(kParetoSample, *probs, probs->size(-1)), args[2], args[3])) return nullptr;
   const c10::DeviceGuard current(probs->device());
-  Tensor sample = draw.sample(*probs);
+  Tensor sample = draw.sample(*probs, queue_of(probs->device()));
   return sample.defined() ? THPVariable_Wrap(std::move(sample)) : nullptr;
 }
 

@@ -22,26 +22,24 @@ using torch::autograd::variable_list;
 
 // What the gradient of a call is computed from.
 struct Saved {
-  Signature signature;
-  Tensors inputs;
-  Numbers numbers;
-  Tensor result, kept;          // the first result if a launch reads it, and others
+  Call call;
+  Tensor result, kept;          // the first result of the launch if it is read again, and others
   std::vector<int64_t> wanted;  // whether a gradient of the rows, and of each number, is
 };
 
-// The gradients of the rows and the numbers by a prepared launch, of a contiguous gradient; empty if there is
-// none.
-variable_list pulled(const Saved& saved, const Tensor& grad) {
-  const Tensor& x = saved.inputs[0];
-  const auto forward = find_or_miss(saved.signature);
+// The gradients of the rows and the numbers by a prepared launch; empty if there is none.
+variable_list pulled(const Saved& saved, Tensor grad) {
+  const Call& call = saved.call;
+  const Tensor& x = call.inputs[0];
+  const auto forward = find_or_miss(call.signature);
   if (forward == nullptr) return {};
-  Signature signature = saved.signature;
+  Signature signature = call.signature;
   signature.facts[0] = backward_of(signature.facts[0]);
   c10::SmallVector<const Number*, kMostNumbers> numbers;
   for (int i = 0; i < kMostNumbers; ++i) signature.number(i) = 0;
   for (const int i : forward->passed_on) {
-    signature.number(static_cast<int>(numbers.size())) = const_cast<Saved&>(saved).signature.number(i);
-    numbers.push_back(&saved.numbers[i]);
+    signature.number(static_cast<int>(numbers.size())) = const_cast<Call&>(call).signature.number(i);
+    numbers.push_back(&call.numbers[i]);
   }
   const auto lacks = [&](const Prepared& launch) {
     for (int i = 0; i < kMostNumbers; ++i) {
@@ -56,25 +54,26 @@ variable_list pulled(const Saved& saved, const Tensor& grad) {
     is_missed() = prepared == nullptr || lacks(*prepared);
     if (is_missed()) return {};
   }
+  const c10::DeviceGuard current(x.device());
+  const Queue queue = queue_of(x.device());
+  Tensors rows;
+  if (!before(call, queue, rows) || !before_gradient(call, queue, saved.result, grad)) return {};
   c10::SmallVector<const void*, 8> known{grad.const_data_ptr()}, inputs;
-  const Tensors dense = contiguous(saved.inputs);
-  for (const Tensor& input : dense) known.push_back(input.const_data_ptr());
+  for (const Tensor& input : rows) known.push_back(input.const_data_ptr());
   known.push_back(saved.result.defined() ? saved.result.const_data_ptr() : nullptr);
   for (size_t i = 0; i < forward->kept; ++i) {
     known.push_back(static_cast<const char*>(saved.kept.const_data_ptr()) + forward->begins[i]);
   }
   for (const int source : prepared->sources) inputs.push_back(known[source]);
-  const c10::DeviceGuard current(x.device());
-  const Results results = run(*prepared, x, inputs, numbers);
-  if (!results.first.defined()) return {};
+  Results results = run(*prepared, call.shape.sizes, x.device(), inputs, numbers, queue);
+  if (!results.first.defined() || !after_gradient(call, queue, results.first)) return {};
   variable_list grads(1 + kMostNumbers);
-  grads[0] = results.first;
+  grads[0] = std::move(results.first);
   for (int i = 0; i < kMostNumbers; ++i) {
     if (!saved.wanted[1 + i]) continue;
-    const int64_t begin = prepared->begins[prepared->pulls[i] - 1] / 8, rows = x.numel() / x.size(-1);
-    const Tensor &given = saved.numbers[i].given, of_rows = results.scratch.narrow(0, begin, rows);
-    grads[1 + i] =
-        at::sum_to(of_rows.view(x.sizes().slice(0, x.dim() - 1)), given.sizes()).to(given.scalar_type());
+    const int64_t begin = prepared->begins[prepared->pulls[i] - 1] / 8, count = x.numel() / call.shape.n;
+    const Tensor &given = call.numbers[i].given, of_rows = results.scratch.narrow(0, begin, count);
+    grads[1 + i] = at::sum_to(of_rows.view(call.shape.batch()), given.sizes()).to(given.scalar_type());
   }
   return grads;
 }
@@ -82,7 +81,8 @@ variable_list pulled(const Saved& saved, const Tensor& grad) {
 // The gradients in operations that can be differentiated and mapped: Python makes the call in the ordinary
 // way.
 variable_list pulled_again(const Saved& saved, const Tensor& grad) {
-  const Described& described = kOperators[saved.signature.facts[0]];
+  const Call& call = saved.call;
+  const Described& described = kOperators[call.which()];
   pybind11::list given, asked;  // the arguments, and which of them
   variable_list grads(1 + kMostNumbers);
   c10::SmallVector<int, 1 + kMostNumbers> places;
@@ -97,10 +97,10 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
   };
   for (const char* role = described.roles; *role != 0; ++role) {
     if (*role == 'x' || *role == 'w') {
-      given.append(wrapped(saved.inputs[input++]));
+      given.append(wrapped(call.inputs[input++]));
       if (*role == 'x') ask(0);
     } else if (*role == 'k' || *role == 'i' || *role == 't') {
-      const Number& one = saved.numbers[number++];
+      const Number& one = call.numbers[number++];
       if (one.given.defined()) {
         given.append(wrapped(saved.wanted[number] ? one.given : one.tensor));
         ask(number);
@@ -108,7 +108,17 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
         given.append(one.value);
       }
     } else if (*role == 'c' || *role == '*') {
-      given.append(choices().at(const_cast<Saved&>(saved).signature.choice(choice++)));
+      given.append(choices().at(const_cast<Call&>(call).signature.choice(choice++)));
+    } else if (*role == 'd') {
+      given.append(call.shape.axis);
+    } else if (*role == 'l' || *role == 'r') {
+      given.append(!(*role == 'l' ? call.negated : call.reversed));
+    } else if (*role == 'T' || *role == 'F') {
+      given.append(*role == 'T');
+    } else if (*role == 'm' && call.mask.defined()) {
+      given.append(wrapped(call.mask));
+    } else {
+      given.append(pybind11::none());
     }
   }
   const pybind11::object name = pybind11::str(described.name), cotangent = wrapped(grad);
@@ -122,19 +132,22 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
 
 variable_list gradient(const Saved& saved, const Tensor& given) {
   if (!given.defined()) return variable_list(1 + kMostNumbers);
-  const Tensor& x = saved.inputs[0];
+  const Tensor& x = saved.call.inputs[0];
   const Tensor grad = at::sum_to(given, x.sizes());  // of a sample that has more rows than x
   const bool direct = !at::GradMode::is_enabled() && plain_state() && is_there(grad) && is_there(x) &&
                       grad.scalar_type() == x.scalar_type() && grad.sizes() == x.sizes() &&
                       !grad._fw_grad(0).defined();
   const pybind11::gil_scoped_acquire alone;
   if (!direct) return pulled_again(saved, grad);
-  RECORD_FUNCTION(std::string("khot::") + kOperators[saved.signature.facts[0]].name + "_backward",
+  RECORD_FUNCTION(std::string("khot::") + kOperators[saved.call.which()].name + "_backward",
                   std::vector<c10::IValue>());
-  Tensor dense = grad.contiguous();  // as the launch reads it, which the ordinary way prepares
+  variable_list grads = pulled(saved, grad);
+  if (!grads.empty()) return grads;
+  // as the launch reads it, which the ordinary way prepares
+  const int64_t axis = saved.call.shape.axis;
+  Tensor dense = grad.movedim(axis, -1).contiguous();
   if ((reinterpret_cast<uintptr_t>(dense.const_data_ptr()) & kAligned) != 0) dense = dense.clone();
-  variable_list grads = pulled(saved, dense);
-  return grads.empty() ? pulled_again(saved, dense) : grads;
+  return pulled_again(saved, dense.movedim(-1, axis));
 }
 
 // torch's own nodes are counted in one way or another, by its version.
@@ -151,10 +164,12 @@ auto make_node() {
 // In the place of torch::autograd::Function, whose contexts and lists take as long as the launch.
 struct Node : torch::autograd::Node {
   Signature signature;
+  int64_t axis = -1;
+  bool negated = false, reversed = false;
   std::array<double, kMostNumbers> values{};
-  std::vector<SavedVariable> given;  // the inputs; the numbers, where they are tensors; and the result
+  std::vector<SavedVariable> given;  // the inputs; the mask; the numbers, where they are tensors; the result
   size_t inputs = 1;
-  Tensor kept;
+  Tensor result, kept;  // of the launch; the result if it is not that of the call
 
   std::string name() const override {
     return std::string("khot::") + kOperators[signature.facts[0]].name + "_backward";
@@ -163,6 +178,7 @@ struct Node : torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (SavedVariable& one : given) one.reset_data();
+    result.reset();
     kept.reset();
   }
 
@@ -171,50 +187,72 @@ struct Node : torch::autograd::Node {
     return gradient(unpacked(), grads[0]);
   }
 
-  static Number number(double value, Tensor given, const Tensor& x) {
-    Tensor tensor = given.defined() ? for_launch(given, x) : Tensor();
-    return {value, std::move(given), std::move(tensor)};
-  }
-
   std::vector<int64_t> wanted() const {
     std::vector<int64_t> found;
     for (const torch::autograd::Edge& edge : next_edges()) found.push_back(edge.is_valid());
     return found;
   }
 
-  // The tensors in the order of `given`.
-  Saved unpacked() {
-    Saved saved{signature, {}, {}, {}, kept, wanted()};
-    const auto self = getptr();
-    for (size_t i = 0; i < inputs; ++i) saved.inputs.push_back(given[i].unpack());
+  // From the tensors in the order of `given`.
+  template <class Next>
+  Saved unpacked(const Next& next) const {
+    Saved saved;
+    Call& call = saved.call;
+    call.signature = signature, call.negated = negated, call.reversed = reversed;
+    for (size_t i = 0; i < inputs; ++i) call.inputs.push_back(next());
+    call.shape = Shape(call.inputs[0], axis);
+    call.mask = next();
     for (int i = 0; i < kMostNumbers; ++i) {
-      saved.numbers[i] = number(values[i], given[inputs + i].unpack(), saved.inputs[0]);
+      Number& number = call.numbers[i];
+      number.value = values[i];
+      number.given = next();
+      if (number.given.defined()) number.tensor = for_launch(number.given, call.shape.batch());
     }
-    saved.result = given.back().unpack(self);
+    saved.result = next();
+    return saved;
+  }
+
+  Saved unpacked() {
+    const auto self = getptr();
+    size_t at = 0;
+    Saved saved = unpacked([&] { return given[at++].unpack(self); });
+    if (result.defined()) saved.result = result;
+    saved.kept = kept;
+    saved.wanted = wanted();
     return saved;
   }
 
   // Compiled autograd: the gradient is one function, of which it looks into nothing.
+  std::vector<int64_t> facts() const {
+    std::vector<int64_t> found(signature.facts.begin(), signature.facts.end());
+    for (const int64_t fact : {axis, int64_t{negated}, int64_t{reversed}, static_cast<int64_t>(inputs)}) {
+      found.push_back(fact);
+    }
+    return found;
+  }
+
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(name());
-    for (const int64_t fact : signature.facts) args.collect(fact);
+    for (const int64_t fact : facts()) args.collect(fact);
     for (const double value : values) args.collect(value);
     args.collect(given, true);
+    args.collect(result);
     args.collect(kept);
   }
 
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& args) {
     torch::dynamo::autograd::PackedArgs packed(args);
-    Saved saved;
+    Node node;
     const auto facts = packed.unpack<std::vector<int64_t>>();
-    std::copy(facts.begin(), facts.end(), saved.signature.facts.begin());
+    const auto end = facts.end() - 4;
+    std::copy(facts.begin(), end, node.signature.facts.begin());
+    node.axis = end[0], node.negated = end[1] != 0, node.reversed = end[2] != 0;
+    node.inputs = static_cast<size_t>(end[3]);
     const auto values = packed.unpack<std::vector<double>>();
-    const auto inputs = packed.unpack<int64_t>();
-    for (int64_t i = 0; i < inputs; ++i) saved.inputs.push_back(packed.unpack<Tensor>());
-    for (int i = 0; i < kMostNumbers; ++i) {
-      saved.numbers[i] = number(values[i], packed.unpack<Tensor>(), saved.inputs[0]);
-    }
-    saved.result = packed.unpack<Tensor>();
+    std::copy(values.begin(), values.end(), node.values.begin());
+    Saved saved = node.unpacked([&] { return packed.unpack<Tensor>(); });
+    const auto result = packed.unpack<Tensor>();
+    if (result.defined()) saved.result = result;
     saved.kept = packed.unpack<Tensor>();
     saved.wanted = packed.unpack<std::vector<int64_t>>();
     return gradient(saved, grads[0]);
@@ -223,13 +261,14 @@ struct Node : torch::autograd::Node {
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::dynamo::autograd::SwapSavedVariables& swapped) override {
     for (SavedVariable& one : given) swapped.before(one);
+    swapped.before(result);
     swapped.before(kept);
     torch::dynamo::autograd::PackedArgs packed;
-    packed.pack(std::vector<int64_t>(signature.facts.begin(), signature.facts.end()));
+    packed.pack(facts());
     packed.pack(std::vector<double>(values.begin(), values.end()));
-    packed.pack(static_cast<int64_t>(inputs));
     const auto self = getptr();
     for (SavedVariable& one : given) packed.pack(one.unpack(self));
+    packed.pack(result);
     packed.pack(kept);
     packed.pack(wanted());
     const std::vector<c10::IValue> args = packed.vec();
@@ -247,6 +286,7 @@ struct Node : torch::autograd::Node {
     variable_list results =
         python->call_function(swapped.get_py_compiler(), "apply_functional", function, grads, args, metadata);
     for (SavedVariable& one : given) swapped.after(one);
+    swapped.after(result);
     swapped.after(kept);
     return results;
   }
@@ -254,21 +294,26 @@ struct Node : torch::autograd::Node {
 
 }  // namespace
 
-void record(const Call& call, const Prepared& prepared, const Results& results) {
+void record(const Call& call, const Prepared& prepared, const Results& results, Tensor& y) {
   const auto node = make_node<Node>();
   node->set_next_edges(
       torch::autograd::collect_next_edges(call.inputs[0], call.numbers[0].given, call.numbers[1].given));
   node->signature = call.signature;
+  node->axis = call.shape.axis, node->negated = call.negated, node->reversed = call.reversed;
   node->inputs = call.inputs.size();
-  node->given.reserve(call.inputs.size() + kMostNumbers + 1);
+  node->given.reserve(call.inputs.size() + kMostNumbers + 2);
   for (const Tensor& input : call.inputs) node->given.emplace_back(input, false);
+  node->given.emplace_back(call.mask, false);
   for (int i = 0; i < kMostNumbers; ++i) {
     node->values[i] = call.numbers[i].value;
     node->given.emplace_back(call.numbers[i].given, false);
   }
   node->kept = results.kept;
-  torch::autograd::set_history(results.first, node);
-  node->given.emplace_back(prepared.keeps_result ? results.first : Tensor(), true);
+  torch::autograd::set_history(y, node);
+  const bool own = y.is_same(results.first);
+  const bool again = prepared.keeps_result || (call.which() == kSoftSort && call.mask.defined());
+  if (again && !own) node->result = results.first;
+  node->given.emplace_back(again && own ? y : Tensor(), true);
 }
 
 }  // namespace khot::gpu

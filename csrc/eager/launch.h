@@ -40,6 +40,7 @@ struct Driver {
   PyObject* stream = nullptr;  // called with the index of a device: its current stream, a number
   PyObject* hooks = nullptr;   // where Triton keeps the hooks that it tells of launches
   PyObject* again = nullptr;   // see `pulled_again` in gpu_gradient.cpp
+  PyObject* around = nullptr;  // has the kernel of gpu_around.cpp compiled
   int unused = 0;  // pointers that Triton passes after the kernel's parameters, null for our kernels
   c10::DeviceType device = c10::DeviceType::CUDA;
   c10::DispatchKeySet keys;  // of plain tensors there
@@ -230,19 +231,22 @@ struct Parameters {
   }
 };
 
-// Start so many programs on the current stream of the device, which is the current one. The GIL is held, but
-// not while the driver is called, which may wait for room in its queue.
+// Where launches go: the current stream of a device; nowhere if somebody is to be told of them.
+using Queue = std::optional<void*>;
+
+inline Queue queue_of(c10::Device device) { return unwatched() ? current_stream(device) : std::nullopt; }
+
+// Start so many programs on the current device. The GIL is held, but not while the driver is called, which
+// may wait for room in its queue.
 inline bool start(const Compiled& kernel, int64_t programs, const uint64_t* values, int count,
-                  c10::Device device) {
+                  const Queue& queue) {
   if (programs == 0) return true;
-  if (programs < 0 || programs >= kLarge || !unwatched()) return false;
-  const std::optional<void*> stream = current_stream(device);
-  if (!stream) return false;
+  if (programs < 0 || programs >= kLarge || !queue) return false;
   std::array<void*, kMostArguments + 4> parameters;
   for (int i = 0; i < count; ++i) parameters[i] = const_cast<uint64_t*>(values + i);
   const pybind11::gil_scoped_release others_may_run;
   return driver().launch(kernel.function, static_cast<unsigned>(programs), 1, 1, kernel.threads, 1, 1,
-                         kernel.shared, *stream, parameters.data(), nullptr) == 0;
+                         kernel.shared, *queue, parameters.data(), nullptr) == 0;
 }
 
 }  // namespace khot::gpu

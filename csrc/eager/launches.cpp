@@ -16,10 +16,10 @@
 
 namespace khot {
 
-// use_driver(launch, stream, hooks, unused, device, again): what starts kernels; see `gpu::Driver`.
+// use_driver(launch, stream, hooks, unused, device, again, around): what starts kernels; see `gpu::Driver`.
 KHOT_CALL(use_driver) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 6, "khot: use_driver takes 6 arguments");
+  TORCH_CHECK_TYPE(count == 7, "khot: use_driver takes 7 arguments");
   using c10::DispatchKey;
   gpu::Driver next;
   next.launch = reinterpret_cast<gpu::Launch>(PyLong_AsVoidPtr(args[0]));
@@ -37,12 +37,13 @@ KHOT_CALL(use_driver) {
   next.stream = Py_NewRef(args[1]);
   next.hooks = Py_NewRef(args[2]);
   next.again = Py_NewRef(args[5]);
+  next.around = Py_NewRef(args[6]);
   std::swap(gpu::driver(), next);
   Py_XDECREF(next.stream);
   Py_XDECREF(next.hooks);
   Py_XDECREF(next.again);
-  gpu::tables().clear();
-  gpu::prepared().clear();
+  Py_XDECREF(next.around);
+  gpu::forget();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -102,12 +103,20 @@ KHOT_CALL(start) {
   const c10::Device device = arguments.first->device();
   const c10::DeviceGuard guard(device);
   const gpu::Parameters parameters(*kernel, arguments.given.data());
-  if (gpu::start(*kernel, programs, parameters.values.data(), parameters.count, device)) Py_RETURN_TRUE;
+  const gpu::Queue queue = gpu::queue_of(device);
+  if (gpu::start(*kernel, programs, parameters.values.data(), parameters.count, queue)) Py_RETURN_TRUE;
   Py_RETURN_FALSE;
   END_HANDLE_TH_ERRORS
 }
 
 namespace gpu {
+
+void forget() {
+  tables().clear();
+  prepared().clear();
+  arounds().clear();
+}
+
 namespace {
 
 using Places = std::vector<int>;
@@ -203,7 +212,7 @@ KHOT_CALL(prepare) {
     if (named(args[0], kOperators[i].name)) which = static_cast<int64_t>(i);
   }
   TORCH_CHECK_VALUE(which >= 0, "khot: prepare knows no such operator");
-  Signature signature(args[1] == Py_True ? backward_of(which) : which, x);
+  Signature signature(args[1] == Py_True ? backward_of(which) : which, x, x.size(-1));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[3]); ++i) {
     PyObject* const choice = PyTuple_GET_ITEM(args[3], i);
     const auto fact = fact_of(choice);
@@ -253,8 +262,7 @@ KHOT_CALL(prepare) {
 // forget(): all kernels and launches.
 PyObject* forget(PyObject*, PyObject* const*, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  gpu::tables().clear();
-  gpu::prepared().clear();
+  gpu::forget();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

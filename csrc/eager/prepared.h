@@ -51,9 +51,8 @@ struct Signature {
   int64_t& asked() { return facts.back(); }
 
   Signature() = default;
-  Signature(int64_t which, const Tensor& x)
-      : facts{which, x.device().index(), static_cast<int64_t>(x.scalar_type()), x.numel() / x.size(-1),
-              x.size(-1)} {}
+  Signature(int64_t which, const Tensor& x, int64_t n)
+      : facts{which, x.device().index(), static_cast<int64_t>(x.scalar_type()), x.numel() / n, n} {}
   bool operator==(const Signature& other) const { return facts == other.facts; }
 };
 
@@ -119,6 +118,20 @@ inline std::shared_ptr<const Prepared> find(const Signature& signature) {
   const auto found = prepared().find(signature);
   return found == prepared().end() ? nullptr : found->second;
 }
+
+// The kernel of gpu_around.cpp as it was compiled, and how many rows, of what width, a program holds.
+struct Around {
+  std::shared_ptr<const Compiled> kernel;
+  int64_t together, width;
+};
+
+inline std::unordered_map<int64_t, Around>& arounds() {
+  static std::unordered_map<int64_t, Around> all;
+  return all;
+}
+
+// All kernels and launches.
+void forget();
 
 // ------------------------------------------------------------------------------------------ choices
 

@@ -149,6 +149,9 @@ def _soft(
     return arguments.unrows(y, input, dim)
 
 
+eager.ORDINARY["soft_budget"] = _soft
+
+
 @by_rows(1)
 def budget_mask(
     input: Tensor,

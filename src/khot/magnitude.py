@@ -132,6 +132,13 @@ def _magnitude(
     return arguments.unrows(y * sign, input, dim)
 
 
+eager.ORDINARY["soft_topk_magnitude"] = eager.ORDINARY["sizes"] = (
+    lambda input, k, dim, tau, p, rescale, mask, group: _magnitude(
+        input, k, dim, group, tau, p, rescale, mask
+    )
+)
+
+
 def _absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows' magnitudes, −inf where the mask is False, and their signs."""
     x = arguments.rows(input, dim)

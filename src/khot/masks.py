@@ -167,6 +167,11 @@ def _soft(
     return arguments.unrows(_hardened(y, x, count, row) if hard else y, input, dim)
 
 
+eager.ORDINARY["soft_topk"] = lambda input, k, dim, tau, cdf, largest, mask, group, log: _soft(
+    input, k, dim, group, tau, cdf, largest, mask, output="log" if log else "y"
+)
+
+
 def _hardened(y: Tensor, x: Tensor, k: Tensor, row: Row) -> Tensor:
     """The hard mask, with the gradient of y."""
     return hard_mask(x.detach(), k.detach(), row) + (y - y.detach())

@@ -231,6 +231,9 @@ def _sort(
     return arguments.unrows(t, input, dim)
 
 
+eager.ORDINARY |= {"soft_rank": _rank, "soft_sort": _sort}
+
+
 def _resolve(method: Any, cdf: CDFName | CDF, regularization: Any) -> CDF:
     """The CDF, if all three go together."""
     F = cdfs.resolve(cdf)

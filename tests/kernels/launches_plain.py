@@ -18,6 +18,7 @@ from kernels.launching import (
     EACH,
     agrees,
     device,
+    of_operators,
     ordinary,
     prepare,
     same,
@@ -90,7 +91,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("name", PLAIN | COLUMNS)
 def test_plain_calls_are_those_of_the_ordinary_way(name: str, seen: list[recorded.Launch]) -> None:
     entry, call = (PLAIN | COLUMNS)[name]
-    agrees(call, scores(6, 32), entry)
+    agrees(call, scores(6, 32), entry, name in PLAIN)
 
 
 def test_columns_of_more_dimensions(seen: list[recorded.Launch]) -> None:
@@ -111,7 +112,7 @@ def test_prepared_launches_of_columns(name: str, seen: list[recorded.Launch]) ->
         call(x)
     with answers(entry) as answered:
         call(x)
-    tritons, own = seen
+    tritons, own = of_operators(seen)
     assert answered == [True]
     assert same_launch(own, tritons)
 
@@ -128,8 +129,9 @@ def test_prepared_launches_have_the_arguments_of_tritons(name: str, seen: list[r
     seen.clear()
     with answers(entry) as answered:
         with_gradient(call, x, grad)
-    assert answered == [True] and len(seen) == len(wanted) == 2
-    assert all(map(same_launch, seen, wanted))
+    own = of_operators(seen)
+    assert answered == [True] and len(own) == len(wanted) == 2
+    assert all(map(same_launch, own, wanted))
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -165,7 +167,7 @@ def test_a_gradient_without_a_prepared_launch(name: str, seen: list[recorded.Lau
         seen.clear()
         with answers(entry) as answered:
             assert same(with_gradient(call, x, grad), wanted)
-        assert answered == [True] and len(seen) <= launches
+        assert answered == [True] and len(of_operators(seen)) <= launches
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -183,7 +185,7 @@ def test_gradients_that_are_not_as_a_launch_reads_them(name: str, seen: list[rec
             with answers(entry) as answered:
                 found = torch.autograd.grad(call(x), x, grad)[0]
             assert answered == [True] and torch.equal(found, wanted)
-        assert len(seen) == 2
+        assert len(of_operators(seen)) == 2
 
 
 def test_compiled_autograd_takes_the_node_as_it_is(seen: list[recorded.Launch]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 __all__ = [
     "ON_GPUS",
+    "ORDINARY",
     "forget",
     "in_use",
     "inverse_soft_count",
@@ -105,6 +106,9 @@ ON_GPUS = (
     "pareto",
 )
 
+#: The ordinary way of the calls on a GPU that have gradients, with the arguments of the calls
+ORDINARY: dict[str, Callable[..., Tensor]] = {}
+
 #: start(table, programs, arguments): whether a remembered kernel of a GPU was started; if not, nothing was
 start: Callable[..., bool | None] = _ordinary
 #: remember(table, arguments, function, threads, shared, types): a kernel for arguments like these
@@ -148,6 +152,7 @@ def use_driver(
     unused: int,
     device: str,
     again: Callable[[str, list[Any], list[int], Tensor], tuple[Tensor, ...]],
+    around: Callable[[str, int, tuple[Tensor | None, ...]], tuple[Any, ...]],
     *,
     cdfs: dict[str, type],
 ) -> None:
@@ -160,6 +165,7 @@ def use_driver(
         unused: how many null pointers a kernel gets after its parameters.
         device: "cuda", or "cpu" for tests.
         again: gives the gradients of some arguments of a call in the ordinary way.
+        around: has the kernel compiled for what goes around the launches of plain calls.
         cdfs: as for :func:`load`.
     """
     global start, remember, prepare, missed, forget, launching
@@ -168,7 +174,7 @@ def use_driver(
         return
     if not in_use():
         extension.serve(0, cdfs)
-    extension.use_driver(launch, stream, hooks, unused, device, again)
+    extension.use_driver(launch, stream, hooks, unused, device, again, around)
     globals().update({name: getattr(extension, name) for name in ON_GPUS})
     start, remember = extension.start, extension.remember
     prepare, missed, forget = extension.prepare, extension.missed, extension.forget

@@ -26,6 +26,9 @@ its passes over the entries, `exact_backward` the gradients, and `exact_split` t
 rows that programs share to the digits of float64 in one more launch. `ways` decides which kernels a batch of
 soft top-ks takes.
 
+Masks, signs and other dimensions are torch's operations; in plain calls, which go without Python (`native`),
+they are launches of one kernel (`around`).
+
 Laplace's ranks and sorts of short rows (`ranks`, `sorts`) take one launch each way, in which the program
 sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes. From ranks,
 `ranking_losses` has the losses of lists.
@@ -37,6 +40,7 @@ Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and floa
 sums and per-row scalars; float64 scores are float64 throughout.
 """
 
+from khot._kernels.triton import around as around
 from khot._kernels.triton.assign import soft_assign as soft_assign
 from khot._kernels.triton.assign_backward import soft_assign_backward as soft_assign_backward
 from khot._kernels.triton.budget import soft_budget as soft_budget

@@ -19,10 +19,9 @@ from triton import knobs
 from triton.runtime import driver
 
 from khot import cdfs
-from khot._core import arguments, eager
-from khot._core.dispatch import OPERATORS
+from khot._core import eager
 
-__all__ = ["SCRATCH", "prepare", "prepare_all", "remember", "use"]
+__all__ = ["SCRATCH", "prepare", "prepare_all", "remember", "serve_around", "use"]
 
 #: How many pointers Triton's launcher passes after a kernel's parameters, by Triton's version: those to
 #: scratch memory, for the kernel and for a profiler. They are null for kernels that ask for none.
@@ -84,39 +83,11 @@ LAUNCHES = {
     ),
 }
 
-#: The calls of these operators in the ordinary way, from their rows, cost, numbers and choices.
-ORDINARY: dict[str, Callable[..., Tensor]] = {
-    "soft_topk": lambda x, k, tau, cdf, log: _call(
-        0, "soft_topk", x, k, tau, *cdfs.resolve(cdf).key, "log" if log else "y"
-    ),
-    "soft_topk_magnitude": lambda x, k, tau, p: _call(0, "magnitude_with_signs", x, k, tau, p),
-    "sizes": lambda x, k, tau, p: _call(0, "soft_topk_magnitude", x, k, tau, p),
-    "soft_budget": lambda x, cost, budget, tau, cdf, by, at_most: _call(
-        0, "soft_budget", x, cost, budget, tau, *cdfs.resolve(cdf).key, by, at_most
-    ),
-    "soft_rank": lambda x, tau, *_: _call(0, "laplace_count", x, None, tau),
-    "soft_sort": lambda x, tau, *_: _call(1, "laplace_thresholds", x, None, tau),
-}
-
-
-def _call(output: int, name: str, x: Tensor, *given: Any) -> Tensor:
-    """This output of an operator. Numbers come as tensors."""
-    operator = OPERATORS[name]
-    kinds = operator.overload._schema.arguments[1:]
-    values = [
-        arguments.constant(value, x, by_value=True)
-        if isinstance(value, float) and str(kind.type) == "Tensor"
-        else value
-        for value, kind in zip(given, kinds, strict=False)
-    ]
-    result: Tensor = operator(x, *values)[output]
-    return result
-
 
 def again(operator: str, given: list[Any], asked: list[int], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of these arguments of a plain call, from the same call in the ordinary way: where they
     are to be differentiated again, or mapped, or have no prepared launch."""
-    wanted, call = torch.is_grad_enabled(), ORDINARY[operator]
+    wanted, call = torch.is_grad_enabled(), eager.ORDINARY[operator]
     with torch.enable_grad():
         for i in asked:  # one tensor may be two arguments, such as k and tau
             given[i] = given[i].view_as(given[i])
@@ -142,7 +113,15 @@ def use(launch: int, scratch: int, device: str = "cuda") -> None:
     """Let the extension start kernels by the function at this address."""
     classes = {name: type(cdfs.resolve(name)) for name in get_args(cdfs.CDFName)}
     stream = driver.active.get_current_stream
-    eager.use_driver(launch, stream, knobs.runtime, scratch, device, again, cdfs=classes)
+    eager.use_driver(launch, stream, knobs.runtime, scratch, device, again, _around[0], cdfs=classes)
+
+
+def serve_around(compiled: Callable[[str, int, tuple[Tensor | None, ...]], tuple[Any, ...]]) -> None:
+    """Let the extension have this compile what goes around the launches of plain calls."""
+    _around[:] = [compiled]
+
+
+_around: list[Any] = []
 
 
 def remember(table: int, arguments: tuple[Any, ...], kernel: Any) -> None:
