@@ -412,7 +412,7 @@ def _around(values: dict[str, Any]) -> None:
         "sizes": lambda: torch.where(mask, v * sign, values["fill"]),
         "signs": lambda: v * sign,
         "ranks": lambda: torch.where(other == -torch.inf, v - out * 0.5, v) * mask,
-        "product": lambda: v * mask,
+        "product": lambda: v * (other if values.get("other_pointer") else mask),
         "places": lambda: torch.where((places <= mask.sum(-1, keepdim=True)) | other.isnan(), v, 0),
     }[HOW[values["HOW"]]]()
     size, step = v.element_size(), _signed(values["out_column"])

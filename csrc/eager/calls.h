@@ -25,7 +25,7 @@ KHOT_CALL(soft_budget);
 KHOT_CALL(selectable);
 KHOT_CALL(soft_topk_of_selectable);
 KHOT_CALL(sample_khot);
-KHOT_CALL(sample_of_one);
+KHOT_CALL(gated);
 KHOT_CALL(missed);
 // launches.cpp
 KHOT_CALL(use_driver);

@@ -240,4 +240,13 @@ Tensor repeated(const Tensor& row, at::IntArrayRef sizes, const Queue& queue) {
   return start(work, shape, made, queue) ? made : Tensor();
 }
 
+Tensor product(const Tensor& a, const Tensor& b, const Queue& queue) {
+  Work work;
+  Shape shape;
+  shape.n = a.size(-1);
+  work.how = How::kProduct, work.v = rows_of(a, shape.n), work.other = rows_of(b, shape.n);
+  Tensor made = rows_like(a, a.sizes());
+  return start(work, shape, made, queue) ? made : Tensor();
+}
+
 }  // namespace khot::gpu

@@ -1,6 +1,10 @@
 // Plain calls on a GPU by prepared launches.
 #include "eager/gpu_calls.h"
 
+#include <ATen/ops/mul.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
 #include <cstring>
 #include <string>
 #include <vector>
@@ -92,22 +96,46 @@ Tensor solved(const Call& call, const Draw* draw = nullptr, const Tensors* made 
 }
 
 // A sample by Pareto's design from the soft top-k that is asked for; for each row of `rows`, if there are
-// some, from the same probabilities.
-PyObject* sampled(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows) {
+// some, from the same probabilities. Undefined if it is left to other ways.
+Tensor sampled(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows) {
   Call given;
-  if (driver().launch == nullptr || !read(kSoftTopk, asked, given)) Py_RETURN_NONE;
+  if (driver().launch == nullptr || !read(kSoftTopk, asked, given)) return Tensor();
   const at::ScalarType dtype = given.inputs[0].scalar_type();
   const bool narrow = given.inputs[0].element_size() < 4;
   if (narrow) given.signature.dtype() = static_cast<int64_t>(at::kFloat);
   Draw draw;
   if (find_or_miss(given.signature) == nullptr || !draw.find(given.signature, generator, least, rows)) {
-    Py_RETURN_NONE;
+    return Tensor();
   }
   if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
   Tensor sample = solved(given, &draw);
-  if (!sample.defined()) Py_RETURN_NONE;
   // Gradients of many rows are summed in float before they get the dtype of the logits.
-  return THPVariable_Wrap(narrow && rows == nullptr ? sample.to(dtype) : std::move(sample));
+  return sample.defined() && narrow && rows == nullptr ? sample.to(dtype) : sample;
+}
+
+// The input times a sample for each of its rows, with the gradient that torch has of a product.
+Tensor times(const Tensor& input, const Tensor& sample) {
+  if (!input.is_contiguous() || input.scalar_type() != sample.scalar_type()) {
+    return at::mul(input, sample.to(input.scalar_type()));
+  }
+  const c10::DeviceGuard current(input.device());
+  Tensor result = product(input, sample, queue_of(input.device()));
+  if (!result.defined()) return at::mul(input, sample);
+  const bool of_input = input.requires_grad(), of_sample = sample.requires_grad();
+  if (at::GradMode::is_enabled() && (of_input || of_sample)) {
+    const auto node = make_node<torch::autograd::generated::MulBackward0>();
+    node->set_next_edges(torch::autograd::collect_next_edges(input, sample));
+    node->self_scalar_type = node->other_scalar_type = input.scalar_type();
+    if (of_input) node->other_ = torch::autograd::SavedVariable(sample, false);
+    if (of_sample) node->self_ = torch::autograd::SavedVariable(input, false);
+    torch::autograd::set_history(result, node);
+  }
+  return result;
+}
+
+PyObject* wrapped_or_none(Tensor y) {
+  if (!y.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(y));
 }
 
 // One of the operators that are plain on a GPU alone.
@@ -176,9 +204,7 @@ KHOT_CALL(soft_topk_of_selectable) {
   if (!before(given, queue_of(x.device()), rows)) Py_RETURN_NONE;
   given.numbers[0].given = given.numbers[0].tensor = solved(counting, nullptr, &rows);
   if (!given.numbers[0].tensor.defined()) Py_RETURN_NONE;
-  Tensor y = solved(given, nullptr, &rows);
-  if (!y.defined()) Py_RETURN_NONE;
-  return THPVariable_Wrap(std::move(y));
+  return wrapped_or_none(solved(given, nullptr, &rows));
   END_HANDLE_TH_ERRORS
 }
 
@@ -193,24 +219,25 @@ KHOT_CALL(sample_khot) {
   }
   static PyObject* const one = PyFloat_FromDouble(1);
   PyObject* const asked[] = {args[0], args[1], args[2], one, args[6], Py_True, args[8], Py_None, Py_False};
-  return sampled(asked, args[9], args[10], nullptr);
+  return wrapped_or_none(sampled(asked, args[9], args[10], nullptr));
   END_HANDLE_TH_ERRORS
 }
 
-// sample_of_one(logits, k, rows, least): for each of the rows a sample from the same logits (n,)
-KHOT_CALL(sample_of_one) {
+// gated(logits, k, input, least): the input times, for each of its rows, a sample from the same logits (n,)
+KHOT_CALL(gated) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "khot: sample_of_one takes 4 arguments");
+  TORCH_CHECK_TYPE(count == 4, "khot: gated takes 4 arguments");
   using namespace gpu;
-  if (!THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
-  const Tensor &x = THPVariable_Unpack(args[0]), &rows = THPVariable_Unpack(args[2]);
-  if (x.dim() != 1 || !is_there(rows) || rows.device() != x.device() || rows.numel() == 0) Py_RETURN_NONE;
-  if (rows.size(-1) != x.size(0)) Py_RETURN_NONE;
+  if (!THPVariable_Check(args[0]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
+  const Tensor &x = THPVariable_Unpack(args[0]), &input = THPVariable_Unpack(args[2]);
+  if (x.dim() != 1 || !is_there(input) || input.device() != x.device() || input.numel() == 0) Py_RETURN_NONE;
+  if (!dtype_of(input) || input.size(-1) != x.size(0) || input._fw_grad(0).defined()) Py_RETURN_NONE;
   static PyObject* const last = PyLong_FromLong(-1);
   static PyObject* const one = PyFloat_FromDouble(1);
   static PyObject* const cdf = PyUnicode_FromString("logistic");
   PyObject* const asked[] = {args[0], args[1], last, one, cdf, Py_True, Py_None, Py_None, Py_False};
-  return sampled(asked, Py_None, args[3], &rows);
+  const Tensor sample = sampled(asked, Py_None, args[3], &input);
+  return wrapped_or_none(sample.defined() ? times(input, sample) : Tensor());
   END_HANDLE_TH_ERRORS
 }
 

@@ -7,10 +7,12 @@
 
 #include <ATen/DimVector.h>
 #include <ATen/core/Generator.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <array>
 #include <memory>
 #include <optional>
+#include <type_traits>
 
 #include "eager/calls.h"
 #include "eager/plain.h"
@@ -97,6 +99,17 @@ Results run(const Prepared& prepared, at::IntArrayRef sizes, c10::Device device,
 // Let the result, of which a launch wrote `results`, have the gradient of the call.
 void record(const Call& call, const Prepared& prepared, const Results& results, Tensor& result);
 
+// torch's own nodes are counted in one way or another, by its version.
+template <class T>
+auto make_node() {
+  using Pointer = decltype(torch::autograd::Edge::function);
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<T>(new T, [](T* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<T>();
+  }
+}
+
 // What goes around a launch, as the ordinary way's operations have it; false if nothing was started.
 //
 // What the launch reads, in rows one after another; the call's result from the launch's; and the same of the
@@ -108,5 +121,8 @@ bool after_gradient(const Call& call, const Queue& queue, Tensor& grad);
 
 // The same row for each of these sizes; undefined if nothing was started.
 Tensor repeated(const Tensor& row, at::IntArrayRef sizes, const Queue& queue);
+
+// The product of two contiguous tensors of the same shape and type; undefined if nothing was started.
+Tensor product(const Tensor& a, const Tensor& b, const Queue& queue);
 
 }  // namespace khot::gpu

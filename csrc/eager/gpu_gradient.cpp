@@ -150,17 +150,6 @@ variable_list gradient(const Saved& saved, const Tensor& given) {
   return pulled_again(saved, dense.movedim(-1, axis));
 }
 
-// torch's own nodes are counted in one way or another, by its version.
-template <class T>
-auto make_node() {
-  using Pointer = decltype(torch::autograd::Edge::function);
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::shared_ptr<T>(new T, [](T* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<T>();
-  }
-}
-
 // In the place of torch::autograd::Function, whose contexts and lists take as long as the launch.
 struct Node : torch::autograd::Node {
   Signature signature;

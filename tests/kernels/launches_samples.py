@@ -176,13 +176,13 @@ def test_gates_draw_from_one_row_of_logits(
         wanted = gated(layer, x)
     gated(layer, x)
     seen.clear()
-    with answers("sample_of_one") as answered:
+    with answers("gated") as answered:
         found = gated(layer, x)
     assert answered == [True] and same(found, wanted)
     assert len(of_operators(seen)) == 4  # the soft top-k of one row, its gradient, and two of the draw
     assert (found[0] != 0).sum() == 3 * x[..., 0].numel()
     layer.logits.data[4] = torch.nan
-    with answers("sample_of_one") as answered:
+    with answers("gated") as answered:
         assert layer(x).isnan().all() and answered == [True]
 
 
@@ -192,7 +192,7 @@ def test_gradients_of_many_rows_are_summed_in_float(seen: list[recorded.Launch])
     with ordinary():
         wanted = gated(layer, 1e6 * x)
     gated(layer, x)
-    with answers("sample_of_one") as answered:
+    with answers("gated") as answered:
         found = gated(layer, 1e6 * x)
     assert answered == [True] and same(found[:2], wanted[:2])
     assert torch.equal(found[2].isfinite(), wanted[2].isfinite())
@@ -203,7 +203,7 @@ def test_gates_are_differentiated_again_and_in_batches(seen: list[recorded.Launc
     with ordinary():
         wanted = gated(layer, x, batch=(3,), is_grads_batched=True)
     gated(layer, x)
-    with answers("sample_of_one") as answered:
+    with answers("gated") as answered:
         found = gated(layer, x, batch=(3,), is_grads_batched=True)
     assert answered == [True] and torch.equal(found[0], wanted[0])
     assert all(
@@ -217,7 +217,7 @@ def test_gates_are_differentiated_again_and_in_batches(seen: list[recorded.Launc
 
     with ordinary():
         of_ordinary = second()
-    with answers("sample_of_one") as answered:
+    with answers("gated") as answered:
         assert torch.allclose(second(), of_ordinary, rtol=1e-5, atol=1e-6)
     assert answered == [True]
 
@@ -226,7 +226,7 @@ def test_other_gates_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
     layer, x = gate(), scores(6, 32)
     gated(layer, x)
     for other, input in ((gate(k=None), x), (gate(), x[:5]), (layer.double(), x)):
-        with answers("sample_of_one") as answered:
+        with answers("gated") as answered:
             y = other(input)
         assert answered == [False]
         if other.logits.dtype == torch.float32:  # nothing is written in the place of float64's soft top-k

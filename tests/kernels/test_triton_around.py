@@ -92,6 +92,7 @@ def test_ranks(kernels: ModuleType, n: int, dtype: torch.dtype) -> None:
     wanted = (rank - 0.5 * out).where(x == -torch.inf, rank) * mask
     same(run(kernels, "ranks", rank, mask=mask, other=x), wanted.to(dtype))
     same(run(kernels, "product", rank, mask=mask), rank * mask)
+    same(run(kernels, "product", rank, other=x), rank * x)
 
 
 @every_dtype

@@ -32,7 +32,7 @@ __all__ = [
     "prepare",
     "remember",
     "sample_khot",
-    "sample_of_one",
+    "gated",
     "selectable",
     "soft_budget",
     "soft_count",
@@ -88,8 +88,8 @@ soft_topk_of_selectable: _Call = _ordinary
 #: sample_khot(logits, k, dim, estimator, design, tau, cdf, hard, mask, generator, least): by the default
 #: estimator and design, with its gradient
 sample_khot: _Call = _ordinary
-#: sample_of_one(logits, k, rows, least): the same for each of the rows (..., n), of logits (n,)
-sample_of_one: _Call = _ordinary
+#: gated(logits, k, input, least): the input (..., n) times, for each row, such a sample of logits (n,)
+gated: _Call = _ordinary
 
 #: The calls that are taken on a GPU
 ON_GPUS = (
@@ -102,7 +102,7 @@ ON_GPUS = (
     "selectable",
     "soft_topk_of_selectable",
     "sample_khot",
-    "sample_of_one",
+    "gated",
     "pareto",
 )
 

@@ -144,34 +144,41 @@ class KHotGate(LeftSoft):
         return (logits > 0).to(logits.dtype) if k is None else masks.topk_mask(logits, k)
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.training and self._prices is None and self.estimator == "straight_through":
+            return self._gated(input)
         check_width(input, self.n, self)
         if not self.training:
             return input * in_dtype(self.mask, input.dtype)
         logits = self.logits
-        if torch.is_grad_enabled() and logits.requires_grad and arguments.has_data(logits):
-            self._note()
+        self._note_step(logits)
         if self._prices is not None:
             sample = self._shares()
-        elif self.estimator == "straight_through":
-            sample = self._sample_of_one(logits, input)
         else:
             tau = None if self.tau is None else current(self.tau)
             sample = self._sample(logits.expand(input.shape), self._size(), tau)
         return input * in_dtype(sample, input.dtype)
 
-    def _sample_of_one(self, logits: Tensor, input: Tensor) -> Tensor:
+    def _gated(self, input: Tensor) -> Tensor:
         """What :func:`khot.estimators.straight_through` gives of the logits for each example, with the
-        probabilities computed once, since they are the same for all."""
-        k = self._size()
+        probabilities computed once, since they are the same for all; times the input."""
+        logits, k = self.logits, self._size()
         if eager.launching and not torch.compiler.is_compiling() and self.design in (None, "pareto"):
-            plain = eager.sample_of_one(logits, k, input, LEAST)
+            plain = eager.gated(logits, k, input, LEAST)
             if plain is not None:
+                self._note_step(logits, True)
                 return plain
+        check_width(input, self.n, self)
+        self._note_step(logits)
         x = at_least_single(logits)
         probs = x.sigmoid() if k is None else masks.sigmoid_topk(x, k)
         of_each = probs.detach().nan_to_num(nan=0.0).expand(input.shape).contiguous()
         sample = sampling.sample(of_each, self.design or "pareto")
-        return sample + (probs - probs.detach())
+        return input * in_dtype(sample + (probs - probs.detach()), input.dtype)
+
+    def _note_step(self, logits: Tensor, has_data: bool = False) -> None:
+        trained = torch.is_grad_enabled() and logits.requires_grad
+        if trained and (has_data or arguments.has_data(logits)):
+            self._note()
 
     def _outside(self) -> float:
         if not arguments.has_data(self.logits):

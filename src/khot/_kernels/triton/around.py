@@ -27,7 +27,7 @@ HOW = {
     "sizes": 1,  # |v| by the sign of the other
     "signs": 2,  # v with the sign of the other, also where the mask is False
     "ranks": 3,  # v; with −inf beside it, less half the number of entries where the mask is False
-    "product": 4,  # v times the mask, which keeps NaN
+    "product": 4,  # v times the mask, which keeps NaN; or times the other, if there is one
     "places": 5,  # v in the first places, as many as the mask is True in; beside NaN in the others, too
 }
 FILL, SIZES, SIGNS, RANKS, PRODUCT, PLACES = (tl.constexpr(number) for number in HOW.values())
@@ -78,7 +78,7 @@ def _around(
         if HOW == SIZES:
             result = tl.where(taken, result, fill)
     elif HOW == PRODUCT:
-        result = wide * tl.where(taken, 1.0, 0.0)
+        result = wide * (beside if other_pointer is not None else tl.where(taken, 1.0, 0.0))
     else:
         count = tl.zeros((TOGETHER, 1), tl.int32)
         start = tl.zeros((), tl.int64)
