@@ -3,9 +3,9 @@
 Needs no GPU: Triton gets a driver that starts nothing, and the extension for plain calls a launch function
 that does nothing, so that everything before a launch runs as it would for an NVIDIA GPU of compute capability
 9.0, on tensors that lie on the CPU. Figures are CPU time of one thread, and hold what torch takes for empty
-tensors on the CPU instead of its allocator on a device. Calls are of (512, 64), and those in which
-torch's own operations compute (with a mask, of columns, samples, the gate) of (4, 64), as softmax's. With
---calls it prints the times of calls alone.
+tensors on the CPU instead of its allocator on a device. Calls are of (512, 64), and those with a mask, of
+columns, of samples and of the gate, in some of which torch's own operations compute, of (4, 64), as
+softmax's. With --calls it prints the times of calls alone.
 
 The builds are those of the soft top-k in float32, with every CDF, and its gradient: how many different
 kernels Triton compiles while the number of rows and the length of a row change, and how long two processes
@@ -49,10 +49,21 @@ BEFORE = (
     "`soft_sort`, masked, 211 and 529, `nn.SoftTopK`, masked, 38.9 and 156, `sample_khot` 144 and 247, "
     "`nn.KHotGate` 338 and 439, and `soft_topk`, the ordinary way, 60.8 and 282, where a softmax took 1.7 "
     "and 46. Before budgets, ranks and sorts asked for a plain call ahead of DTensors, and a gate drew "
-    "its samples in one call (at 3eee443, just before the table above), µs: `soft_budget` 2.9, `soft_rank` "
+    "its samples in one call (at 3eee443), µs: `soft_budget` 2.9, `soft_rank` "
     "2.6, `soft_sort` 2.8, `soft_topk_magnitude`, masked, 10.5, `soft_budget`, masked, 10.6, `soft_rank`, "
     "masked, 31.2, `soft_sort`, masked, 26.9, `sample_khot` 5.5, and `nn.KHotGate` 97.6, with its gradient "
-    "188, where a softmax took 1.8 and 46."
+    "188, where a softmax took 1.8 and 46. Before masks, signs and columns were launches of one kernel, and "
+    "a gate multiplied in its call (at 4c82858), the ratios were, and with the gradient: `soft_topk`, "
+    "masked, 5.2 and 1.5, of columns 3.6 and 1.8, `soft_topk_magnitude`, masked, 6.5 and 2.2, "
+    "`soft_budget`, masked, 6.2 and 1.6, `soft_rank`, masked, 12.7 and 3.0, `soft_sort`, masked, 11.8 and "
+    "2.3, `sample_khot` 3.1 and 1.1, and `nn.KHotGate` 7.8 and 1.8."
+)
+BINDS = (
+    "A call should take at most 1.5 times what softmax takes, and a layer 2.5 times. What keeps some of them "
+    "above it: a launch with its result takes about half as long as a softmax, and a masked call makes one or "
+    "two more, before the operator's launch and, where the result is masked as well, after it. A sample makes "
+    "three, and takes its seed from torch's generator by an operation of torch, which takes half as long as a "
+    "softmax. A gate makes five launches, with two nodes of autograd, and nearly half of its time is Python's."
 )
 SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
 
@@ -381,6 +392,7 @@ def main() -> None:
                 for name, (ours, soft) in times.items()
             ],
         ),
+        BINDS,
         BEFORE,
         report.table(
             ["builds, logistic, forward and backward", "kernels"],

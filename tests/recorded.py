@@ -90,7 +90,7 @@ class Driver(host._Driver):
                 handle = len(compiled)
                 kept = [SIZES.get(kind, 8) for kind in made[0].kept.values()]
                 kept += [8] * native.SCRATCH[version()]
-                own = (Parameters * 256).in_dll(library(), "parameters_of")[handle]
+                own = (Parameters * 512).in_dll(library(), "parameters_of")[handle]
                 own.count, own.sizes[: len(kept)] = len(kept), kept
                 return 1, handle, 64, 0, 1024
 

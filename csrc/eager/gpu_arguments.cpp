@@ -86,7 +86,7 @@ std::optional<int64_t> cdf_fact(PyObject* value) {
 
 Shape::Shape(const Tensor& x, int64_t axis)
     : axis(axis), n(x.size(axis)), sizes(x.sizes().begin(), x.sizes().end()) {
-  std::rotate(sizes.end() + axis, sizes.end() + axis + 1, sizes.end());
+  if (axis != -1) std::rotate(sizes.end() + axis, sizes.end() + axis + 1, sizes.end());
 }
 
 bool Shape::is_dense(const Tensor& x) const {

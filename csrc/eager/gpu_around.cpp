@@ -144,9 +144,9 @@ bool is_changed(const Call& call) {
 
 }  // namespace
 
-bool before(const Call& call, const Queue& queue, Tensors& rows) {
+const Tensors* before(const Call& call, const Queue& queue, Tensors& rows) {
+  if (!is_changed(call)) return &call.inputs;
   rows = call.inputs;
-  if (!is_changed(call)) return true;
   const Tensor& x = call.inputs[0];
   Tensor held_x, held_mask;
   Work work;
@@ -159,14 +159,17 @@ bool before(const Call& call, const Queue& queue, Tensors& rows) {
     work.other = work.v;
   }
   rows[0] = rows_like(x, call.shape.sizes);
-  if (call.which() != kBudget || !call.mask.defined()) return start(work, call.shape, rows[0], queue);
+  if (call.which() != kBudget || !call.mask.defined()) {
+    return start(work, call.shape, rows[0], queue) ? &rows : nullptr;
+  }
   work.other = *spread(call.inputs[1], x.sizes(), -1);
   rows[1] = rows_like(call.inputs[1], call.shape.sizes);
-  return start(work, call.shape, rows[0], queue, &rows[1]);
+  return start(work, call.shape, rows[0], queue, &rows[1]) ? &rows : nullptr;
 }
 
 bool after(const Call& call, const Queue& queue, const Tensors& rows, Tensor& result) {
   const bool masked = call.mask.defined(), sorts = call.which() == kSoftSort;
+  if (!masked && !call.reversed) return true;
   Work work;
   Tensor held;
   if (call.which() == kSizes) {
@@ -177,12 +180,12 @@ bool after(const Call& call, const Queue& queue, const Tensors& rows, Tensor& re
     work.other = rows_of(rows[0], call.shape.n);
   } else if (sorts && masked) {
     work.how = How::kPlaces;
-  } else if (!(sorts && call.reversed)) {
+  } else if (!sorts) {
     return true;
   }
   Tensor held_mask;
   if (work.how != How::kSigns && masked) work.mask = given(call.mask, call, held_mask);
-  work.v = rows_of(result, call.shape.n, sorts && call.reversed);
+  work.v = rows_of(result, call.shape.n, call.reversed);
   Tensor made = rows_like(result, call.shape.sizes);
   if (!start(work, call.shape, made, queue)) return false;
   result = std::move(made);
@@ -201,13 +204,13 @@ bool before_gradient(const Call& call, const Queue& queue, const Tensor& result,
   } else if (sorts && masked) {
     work.how = How::kPlaces;
     work.other = rows_of(result, call.shape.n, call.reversed);
-  } else if (!(sorts && call.reversed) && call.shape.is_dense(grad) &&
+  } else if (!call.reversed && call.shape.is_dense(grad) &&
              (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) & kAligned) == 0) {
     return true;
   }
   if (work.how == How::kProduct || work.how == How::kPlaces) work.mask = given(call.mask, call, held_mask);
   work.v = given(grad, call, held_grad);
-  work.reversed = sorts && call.reversed;
+  work.reversed = call.reversed;
   Tensor made = rows_like(grad, call.shape.sizes);
   if (!start(work, call.shape, made, queue)) return false;
   grad = std::move(made);

@@ -63,28 +63,25 @@ namespace {
 
 // The result of a call; undefined if it is left to other ways. With a draw it is a sample from what the
 // launch results in, with the gradient of that. The rows that the launch reads may have been made already.
-Tensor solved(const Call& call, const Draw* draw = nullptr, const Tensors* made = nullptr) {
+Tensor solved(const Call& call, const Queue& queue, const Draw* draw = nullptr,
+              const Tensors* rows = nullptr) {
   const auto prepared = find_or_miss(call.signature);
   if (prepared == nullptr) return Tensor();
   const Operator which = call.which();
   RECORD_FUNCTION(std::string("khot::") + kOperators[which].name, std::vector<c10::IValue>());
   const Tensor& x = call.inputs[0];
   const c10::DeviceGuard current(x.device());
-  const Queue queue = queue_of(x.device());
-  Tensors rows;
-  if (made != nullptr) {
-    rows = *made;
-  } else if (!before(call, queue, rows)) {
-    return Tensor();
-  }
+  Tensors made;
+  if (rows == nullptr) rows = before(call, queue, made);
+  if (rows == nullptr) return Tensor();
   c10::SmallVector<const void*, 2> inputs;
-  for (const Tensor& input : rows) inputs.push_back(input.const_data_ptr());
+  for (const Tensor& input : *rows) inputs.push_back(input.const_data_ptr());
   c10::SmallVector<const Number*, kMostNumbers> numbers;
   for (size_t i = 0; i < prepared->steps[0].numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
   const Results results = run(*prepared, call.shape.sizes, x.device(), inputs, numbers, queue);
   if (!results.first.defined()) return Tensor();
   Tensor y = draw == nullptr ? results.first : draw->sample(results.first, queue);
-  if (!y.defined() || !after(call, queue, rows, y)) return Tensor();
+  if (!y.defined() || !after(call, queue, *rows, y)) return Tensor();
   if (prepared->whole && (draw == nullptr || draw->rows == nullptr)) call.shape.put_back(y);
   bool wanted = x.requires_grad();
   for (const Number& number : call.numbers) {
@@ -97,7 +94,8 @@ Tensor solved(const Call& call, const Draw* draw = nullptr, const Tensors* made 
 
 // A sample by Pareto's design from the soft top-k that is asked for; for each row of `rows`, if there are
 // some, from the same probabilities. Undefined if it is left to other ways.
-Tensor sampled(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows) {
+Tensor sampled(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows,
+               Queue& queue) {
   Call given;
   if (driver().launch == nullptr || !read(kSoftTopk, asked, given)) return Tensor();
   const at::ScalarType dtype = given.inputs[0].scalar_type();
@@ -108,18 +106,19 @@ Tensor sampled(PyObject* const* asked, PyObject* generator, PyObject* least, con
     return Tensor();
   }
   if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
-  Tensor sample = solved(given, &draw);
+  queue = queue_of(given.inputs[0].device());
+  Tensor sample = solved(given, queue, &draw);
   // Gradients of many rows are summed in float before they get the dtype of the logits.
   return sample.defined() && narrow && rows == nullptr ? sample.to(dtype) : sample;
 }
 
 // The input times a sample for each of its rows, with the gradient that torch has of a product.
-Tensor times(const Tensor& input, const Tensor& sample) {
+Tensor times(const Tensor& input, const Tensor& sample, const Queue& queue) {
   if (!input.is_contiguous() || input.scalar_type() != sample.scalar_type()) {
     return at::mul(input, sample.to(input.scalar_type()));
   }
   const c10::DeviceGuard current(input.device());
-  Tensor result = product(input, sample, queue_of(input.device()));
+  Tensor result = product(input, sample, queue);
   if (!result.defined()) return at::mul(input, sample);
   const bool of_input = input.requires_grad(), of_sample = sample.requires_grad();
   if (at::GradMode::is_enabled() && (of_input || of_sample)) {
@@ -152,7 +151,7 @@ PyObject* call(Operator which, PyObject* const* args) {
   if (driver().launch == nullptr) return nullptr;
   Call given;
   if (!read(which, args, given)) return nullptr;
-  Tensor y = solved(given);
+  Tensor y = solved(given, queue_of(given.inputs[0].device()));
   return y.defined() ? THPVariable_Wrap(std::move(y)) : nullptr;
 }
 
@@ -200,11 +199,13 @@ KHOT_CALL(soft_topk_of_selectable) {
   given.signature.number(0) = number_fact(at::kDouble, x.numel() == given.shape.n);
   if (find_or_miss(given.signature) == nullptr || find_or_miss(counting.signature) == nullptr) Py_RETURN_NONE;
   const c10::DeviceGuard current(x.device());
-  Tensors rows;
-  if (!before(given, queue_of(x.device()), rows)) Py_RETURN_NONE;
-  given.numbers[0].given = given.numbers[0].tensor = solved(counting, nullptr, &rows);
+  const Queue queue = queue_of(x.device());
+  Tensors made;
+  const Tensors* const rows = before(given, queue, made);
+  if (rows == nullptr) Py_RETURN_NONE;
+  given.numbers[0].given = given.numbers[0].tensor = solved(counting, queue, nullptr, rows);
   if (!given.numbers[0].tensor.defined()) Py_RETURN_NONE;
-  return wrapped_or_none(solved(given, nullptr, &rows));
+  return wrapped_or_none(solved(given, queue, nullptr, rows));
   END_HANDLE_TH_ERRORS
 }
 
@@ -219,7 +220,8 @@ KHOT_CALL(sample_khot) {
   }
   static PyObject* const one = PyFloat_FromDouble(1);
   PyObject* const asked[] = {args[0], args[1], args[2], one, args[6], Py_True, args[8], Py_None, Py_False};
-  return wrapped_or_none(sampled(asked, args[9], args[10], nullptr));
+  Queue queue;
+  return wrapped_or_none(sampled(asked, args[9], args[10], nullptr, queue));
   END_HANDLE_TH_ERRORS
 }
 
@@ -228,7 +230,7 @@ KHOT_CALL(gated) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "khot: gated takes 4 arguments");
   using namespace gpu;
-  if (!THPVariable_Check(args[0]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
+  if (!THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
   const Tensor &x = THPVariable_Unpack(args[0]), &input = THPVariable_Unpack(args[2]);
   if (x.dim() != 1 || !is_there(input) || input.device() != x.device() || input.numel() == 0) Py_RETURN_NONE;
   if (!dtype_of(input) || input.size(-1) != x.size(0) || input._fw_grad(0).defined()) Py_RETURN_NONE;
@@ -236,8 +238,9 @@ KHOT_CALL(gated) {
   static PyObject* const one = PyFloat_FromDouble(1);
   static PyObject* const cdf = PyUnicode_FromString("logistic");
   PyObject* const asked[] = {args[0], args[1], last, one, cdf, Py_True, Py_None, Py_None, Py_False};
-  const Tensor sample = sampled(asked, Py_None, args[3], &input);
-  return wrapped_or_none(sample.defined() ? times(input, sample) : Tensor());
+  Queue queue;
+  const Tensor sample = sampled(asked, Py_None, args[3], &input, queue);
+  return wrapped_or_none(sample.defined() ? times(input, sample, queue) : Tensor());
   END_HANDLE_TH_ERRORS
 }
 

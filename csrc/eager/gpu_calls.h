@@ -110,11 +110,11 @@ auto make_node() {
   }
 }
 
-// What goes around a launch, as the ordinary way's operations have it; false if nothing was started.
+// What goes around a launch, as the ordinary way's operations have it; false or null if nothing was started.
 //
-// What the launch reads, in rows one after another; the call's result from the launch's; and the same of the
-// gradient, of which the launch's result may be read again.
-bool before(const Call& call, const Queue& queue, Tensors& rows);
+// What the launch reads, in rows one after another, which may be the call's own inputs; the call's result
+// from the launch's; and the same of the gradient, for which the launch's result may be read again.
+const Tensors* before(const Call& call, const Queue& queue, Tensors& made);
 bool after(const Call& call, const Queue& queue, const Tensors& rows, Tensor& result);
 bool before_gradient(const Call& call, const Queue& queue, const Tensor& result, Tensor& grad);
 bool after_gradient(const Call& call, const Queue& queue, Tensor& grad);

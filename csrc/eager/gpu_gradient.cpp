@@ -56,10 +56,11 @@ variable_list pulled(const Saved& saved, Tensor grad) {
   }
   const c10::DeviceGuard current(x.device());
   const Queue queue = queue_of(x.device());
-  Tensors rows;
-  if (!before(call, queue, rows) || !before_gradient(call, queue, saved.result, grad)) return {};
+  Tensors made;
+  const Tensors* const rows = before(call, queue, made);
+  if (rows == nullptr || !before_gradient(call, queue, saved.result, grad)) return {};
   c10::SmallVector<const void*, 8> known{grad.const_data_ptr()}, inputs;
-  for (const Tensor& input : rows) known.push_back(input.const_data_ptr());
+  for (const Tensor& input : *rows) known.push_back(input.const_data_ptr());
   known.push_back(saved.result.defined() ? saved.result.const_data_ptr() : nullptr);
   for (size_t i = 0; i < forward->kept; ++i) {
     known.push_back(static_cast<const char*>(saved.kept.const_data_ptr()) + forward->begins[i]);

@@ -276,3 +276,90 @@ def test_masked_calls_in_every_dtype(dtype: torch.dtype, seen: list[recorded.Lau
     ):
         agrees(call, x, name)
         assert call(x).dtype == dtype
+
+
+MASKED: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "soft_topk": ("soft_topk", lambda x, m, dim=-1: khot.soft_topk(x, 2, dim, largest=False, mask=m)),
+    "magnitude": ("soft_topk_magnitude", lambda x, m, dim=-1: khot.soft_topk_magnitude(x, 2, dim, mask=m)),
+    "rank": ("soft_rank", lambda x, m, dim=-1: khot.soft_rank(x, dim, mask=m)),
+    "sort": ("soft_sort", lambda x, m, dim=-1: khot.soft_sort(x, dim, mask=m)),
+    "sort, descending": ("soft_sort", lambda x, m, dim=-1: khot.soft_sort(x, dim, descending=True, mask=m)),
+}
+every_masked = pytest.mark.parametrize("name", MASKED)
+
+
+@every_masked
+def test_masked_rows_with_infinities_and_nan(name: str, seen: list[recorded.Launch]) -> None:
+    """Also under the mask, and in the gradients there."""
+    entry, masked = MASKED[name]
+    mask = COST > 0.3
+    x, grad = scores(6, 32), scores(6, 32).flip(0)
+    for row, (value, there) in enumerate(
+        [(torch.nan, False), (torch.inf, False), (-torch.inf, True), (torch.nan, True), (-0.0, True)]
+    ):
+        x[row, int((mask[row] == there).nonzero()[0])] = value
+        grad[row, int((~mask[row]).nonzero()[1])] = (torch.inf, torch.nan, 1.0, 2.0, -0.0)[row]
+    call = partial(masked, m=mask)
+    with ordinary():
+        wanted = with_gradient(call, x, grad)
+    prepare(call, x)
+    with answers(entry) as answered:
+        found = with_gradient(call, x, grad)
+    assert answered == [True] and wanted[0].isnan().any() and not wanted[0].isnan().all()
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+@every_masked
+def test_masks_of_every_layout(name: str, seen: list[recorded.Launch]) -> None:
+    """Those that broadcast, those with entries elsewhere, and those that no kernel reads as they are."""
+    entry, masked = MASKED[name]
+    whole = scores(2, 3, 4, 16) > -0.7
+    for mask in (
+        whole,
+        whole[0, 0, 0],
+        whole[:, :1, :1],
+        torch.ones(3, 4, 1, dtype=torch.bool),
+        whole[:, :, :1],
+        whole.mT.contiguous().mT,
+        whole.transpose(0, 2).contiguous().transpose(0, 2),
+        scores(2, 3, 4, 32)[..., ::2] > -0.7,
+        (scores(17) > -0.7)[1:],
+    ):
+        agrees(partial(masked, m=mask), scores(2, 3, 4, 16), entry, False)
+    x = scores(2, 3, 4, 16)
+    for dim in (1, 2):
+        agrees(partial(masked, m=x != x.amax(dim, keepdim=True), dim=dim), x, entry, False)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKED if name != "rank"])  # whose kernel is not emulated
+def test_long_masked_rows(name: str, seen: list[recorded.Launch]) -> None:
+    """Rows of more than one program."""
+    entry, masked = MASKED[name]
+    x = scores(3, 1_100)
+    agrees(partial(masked, m=x.flip(0) > -0.7), x, entry)
+
+
+def test_a_mask_is_not_to_be_changed_before_the_gradient(seen: list[recorded.Launch]) -> None:
+    x, mask = scores(6, 32).requires_grad_(), COST > 0.3
+    prepare(lambda x: khot.soft_topk(x, 3, mask=mask), x)
+    with answers() as answered:
+        y = khot.soft_topk(x, 3, mask=mask)
+    assert answered == [True]
+    mask.logical_not_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_results_may_be_changed_in_place(seen: list[recorded.Launch]) -> None:
+    """What is made after the launch is not read again."""
+    x, grad = scores(6, 32), scores(6, 32).flip(0)
+    for entry, call in (PLAIN["sort, masked"], PLAIN["magnitude, masked"], PLAIN["rank, masked"]):
+        with ordinary():
+            wanted = with_gradient(call, x, grad)
+        prepare(call, x)
+        leaf = x.clone().requires_grad_()
+        with answers(entry) as answered:
+            y = call(leaf)
+        y.add_(1)
+        assert answered == [True] and torch.equal(torch.autograd.grad(y, leaf, grad)[0], wanted[1])
