@@ -59,11 +59,12 @@ BEFORE = (
     "2.3, `sample_khot` 3.1 and 1.1, and `nn.KHotGate` 7.8 and 1.8."
 )
 BINDS = (
-    "A call should take at most 1.5 times what softmax takes, and a layer 2.5 times. What keeps some of them "
-    "above it: a launch with its result takes about half as long as a softmax, and a masked call makes one or "
-    "two more, before the operator's launch and, where the result is masked as well, after it. A sample makes "
-    "three, and takes its seed from torch's generator by an operation of torch, which takes half as long as a "
-    "softmax. A gate makes five launches, with two nodes of autograd, and nearly half of its time is Python's."
+    "A call should take at most 1.5 times what softmax takes, and a layer 2.5 times. What keeps some of "
+    "them above it: a launch with its result takes about half as long as a softmax, and a masked call makes "
+    "one or two more, before the operator's launch and, where the result is masked as well, after it. A "
+    "sample makes three, and takes its seed from torch's generator by an operation of torch, which takes "
+    "half as long as a softmax. A gate makes five launches, with two nodes of autograd, and nearly half of "
+    "its time is Python's."
 )
 SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
 
