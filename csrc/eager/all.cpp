@@ -2,6 +2,7 @@
 // follows them, and the files share nearly all of these.
 #include "eager/cpu_calls.cpp"
 #include "eager/gpu_arguments.cpp"
+#include "eager/gpu_around.cpp"
 #include "eager/gpu_calls.cpp"
 #include "eager/gpu_draws.cpp"
 #include "eager/gpu_gradient.cpp"
