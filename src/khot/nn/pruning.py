@@ -173,8 +173,8 @@ def prune_global(
         _plain_parameter(module, name)
     if tau is None and by == "score":
         raise ValueError(
-            "tau must be given with by='score', in units of the scores, and should fall: for Adam at a rate r, "
-            "such as khot.nn.Anneal(100 * r, r, steps)"
+            "tau must be given with by='score', in units of the scores, and should fall: for Adam at a rate "
+            "r, such as khot.nn.Anneal(100 * r, r, steps)"
         )
     group = _Group(members, amount, 1.0 if tau is None else tau, p, by, min_share, max_share, cost)
     scores = group.new_scores() if by == "score" else None
