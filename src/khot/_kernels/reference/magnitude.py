@@ -313,8 +313,9 @@ def vjp(
         return _linearize(tile, y[..., part], hi, lo, tau, p), widen(grad[..., part])
 
     sums = [torch.zeros_like(hi)] * 6
+    last: tuple[_Linear, Tensor] | None = None  # serves again where there is one tile only
     for part, tile in parts():
-        d, v = of(part, tile)
+        d, v = last = of(part, tile)
         turn = d.rate * d.w
         terms = d.selected, d.inside, d.rate, turn, d.rate * v, v * (d.fall + turn)
         sums = [total + term.sum(-1) for total, term in zip(sums, terms, strict=True)]
@@ -323,8 +324,7 @@ def vjp(
     share = row.share([through])[0].unsqueeze(-1)
     ds = []
     for part, tile in parts():
-        if tile.shape != s.shape:  # otherwise there is one tile only
-            d, v = of(part, tile)
+        d, v = last if last and tile.shape == s.shape else of(part, tile)
         ds.append((d.own * v + d.rate * (v + share)).to(s.dtype))
     return torch.cat(ds, -1), -direct - through * moment
 
