@@ -108,7 +108,7 @@ class Bounds(NamedTuple):
     instructions: float = 1.0  # times what a case says
     registers: int = 128
     spills: int = 0  # stores a thread, in what few rows need
-    held_spills: int = 32  # the same where a thread holds 64 entries
+    held_spills: int = 40  # the same where a thread holds 64 entries
     shared: int = 24  # of the ordinary path: the sums of several warps, and nothing of size n
 
 
