@@ -126,8 +126,8 @@ def inverse_soft_count(
             return plain
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
+    count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]), by_value=True)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=one)
     if one:
         _, hi, lo = threshold_map(x, count, tau, F, "threshold")
     elif by_scans(F) and min(count.shape[-1], x.shape[-1]) > _few(x).counts:
@@ -152,14 +152,22 @@ def _sorted_thresholds(x: Tensor, count: Tensor, tau: Tensor) -> tuple[Tensor, T
 
 
 def _levels(
-    value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
+    value: Scalar,
+    name: str,
+    input: Tensor,
+    x: Tensor,
+    dim: int,
+    *,
+    low: float,
+    high: float = math.inf,
+    by_value: bool = False,
 ) -> tuple[Tensor, bool]:
     """The levels, and whether there is one per row: they broadcast with the batch then, otherwise they are
-    (*batch, m)."""
+    (*batch, m). ``by_value`` is as for :func:`khot._core.arguments.per_row`."""
     if isinstance(value, Tensor):
         arguments.check_real(value, name)  # first, because nested tensors have no shape
     if not isinstance(value, Tensor) or value.dim() < max(input.dim(), 1):
-        return arguments.per_row(value, name, x, low=low, high=high), True
+        return arguments.per_row(value, name, x, low=low, high=high, by_value=by_value), True
     arguments.check_has_values(value, name, input)
     levels = precision.on(x.device, value.movedim(dim, -1))
     if value.dim() != max(input.dim(), 1) or not arguments.broadcasts(levels.shape[:-1], x.shape[:-1]):
