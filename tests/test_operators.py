@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.utils.checkpoint import checkpoint
 
 import khot
 import operators
+from khot._core import eager
 from khot._ops import exponential
 from operators import ARGUMENTS, FIRST, OPERATORS, Operator
 
@@ -272,6 +275,20 @@ def scalar_dims(op: Operator) -> tuple[Callable[..., Tensor], list[Tensor]]:
 def no_slope(op: Operator, args: Any) -> Tensor:
     with torch.no_grad():
         return op.call(*(a.detach() for a in args)).isinf()
+
+
+@every_differentiable
+def test_checkpoints(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is unpacked once, and as much of it when the call is made again."""
+    for name in (*eager.ON_GPUS, "soft_count", "inverse_soft_count"):  # the ordinary way, as of larger calls
+        monkeypatch.setattr(eager, name, eager._ordinary)
+    x, k, tau = arguments(op)
+    grads = []
+    for call in (op.call, partial(checkpoint, op.call, use_reentrant=False)):
+        leaf = x.clone().requires_grad_()
+        y = call(leaf, k, tau)
+        grads.append(torch.autograd.grad(y, leaf, torch.ones_like(y))[0])
+    assert torch.equal(grads[0].nan_to_num(7), grads[1].nan_to_num(7))
 
 
 @every_differentiable

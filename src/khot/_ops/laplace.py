@@ -105,10 +105,11 @@ class _Rule(Rule):
 
 
 def _gradients(
-    ctx: Any, dx: Tensor, dlevels: Tensor | None, dtau: Tensor
+    ctx: Any, saved: tuple[Tensor, ...], dx: Tensor, dlevels: Tensor | None, dtau: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """In the shapes and dtypes of the arguments; None of what is not wanted."""
-    _, _, levels, _, tau = ctx.saved_tensors
+    """In the shapes and dtypes of the arguments; None of what is not wanted. What is saved is read once, as
+    checkpoints ask for."""
+    _, _, levels, _, tau = saved
     _, want_levels, want_tau = ctx.needs_input_grad
     return (
         dx,
@@ -122,10 +123,10 @@ class _Count(_Rule):
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[2]
         if by_kernel():
-            want_tau = ctx.needs_input_grad[2]
-            return _gradients(ctx, *_laplace_count_backward(grad, *ctx.saved_tensors, want_tau))
-        return _gradients(ctx, *kernels.vjp_count(grad, *ctx.saved_tensors, scan=scan))
+            return _gradients(ctx, saved, *_laplace_count_backward(grad, *saved, want_tau))
+        return _gradients(ctx, saved, *kernels.vjp_count(grad, *saved, scan=scan))
 
     @staticmethod
     def jvp(
@@ -147,11 +148,12 @@ class _CentredRank(Rule):
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None]:
-        tau, want_tau = ctx.saved_tensors[-1], ctx.needs_input_grad[1]
+        saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[1]
+        tau = saved[-1]
         if by_kernel():
-            dx, __, dtau = _laplace_count_backward(grad, *ctx.saved_tensors, want_tau)
+            dx, __, dtau = _laplace_count_backward(grad, *saved, want_tau)
         else:
-            dx, __, dtau = kernels.vjp_count(grad, *ctx.saved_tensors, scan=scan)
+            dx, __, dtau = kernels.vjp_count(grad, *saved, scan=scan)
         return dx, dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None
 
     @staticmethod
@@ -166,10 +168,10 @@ class _Thresholds(_Rule):
 
     @staticmethod
     def vjp(ctx: Any, _: Any, grad: Tensor, *__: Any) -> tuple[Any, ...]:
+        saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[2]
         if by_kernel():
-            want_tau = ctx.needs_input_grad[2]
-            return _gradients(ctx, *_laplace_thresholds_backward(grad, *ctx.saved_tensors, want_tau))
-        return _gradients(ctx, *kernels.vjp_thresholds(grad, *ctx.saved_tensors, scan=scan))
+            return _gradients(ctx, saved, *_laplace_thresholds_backward(grad, *saved, want_tau))
+        return _gradients(ctx, saved, *kernels.vjp_thresholds(grad, *saved, scan=scan))
 
     @staticmethod
     def jvp(

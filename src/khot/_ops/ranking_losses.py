@@ -64,10 +64,10 @@ class _NDCG(Rule):
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        drank, dcut = (_ndcg_loss_backward if by_kernel() else kernels.ndcg_loss_backward)(
-            grad, *ctx.saved_tensors
-        )
-        return drank, None, None, None if ctx.saved_tensors[2] is None else dcut, None
+        rank, gain, cut = ctx.saved_tensors
+        backward = _ndcg_loss_backward if by_kernel() else kernels.ndcg_loss_backward
+        drank, dcut = backward(grad, rank, gain, cut)
+        return drank, None, None, None if cut is None else dcut, None
 
     @staticmethod
     def jvp(ctx: Any, drank: Tensor | None, _: Any, __: Any, dcut: Tensor | None, *___: Any) -> Any:
