@@ -1,4 +1,6 @@
 // Python's arguments of a plain call on a GPU, by their roles (prepared.h).
+#include <ATen/SavedTensorHooks.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -119,6 +121,8 @@ Tensor for_launch(const Tensor& given, at::IntArrayRef batch) {
 bool read(Operator which, PyObject* const* args, Call& call) {
   const char* const roles = kOperators[which].roles;
   is_missed() = false;
+  // Checkpoints count what a call saves, and the ordinary way, which a first call goes, saves more.
+  if (at::GradMode::is_enabled() && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return false;
   int64_t axis = -1;
   const Tensor* const given = rows_along(args[0], args[std::strchr(roles, 'd') - roles], axis);
   if (given == nullptr || !is_there(*given)) return false;

@@ -233,7 +233,8 @@ KHOT_CALL(gated) {
   if (!THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
   const Tensor &x = THPVariable_Unpack(args[0]), &input = THPVariable_Unpack(args[2]);
   if (x.dim() != 1 || !is_there(input) || input.device() != x.device() || input.numel() == 0) Py_RETURN_NONE;
-  if (!dtype_of(input) || input.size(-1) != x.size(0) || input._fw_grad(0).defined()) Py_RETURN_NONE;
+  if (input.dim() == 0 || input.size(-1) != x.size(0)) Py_RETURN_NONE;
+  if (!dtype_of(input) || input._fw_grad(0).defined()) Py_RETURN_NONE;
   static PyObject* const last = PyLong_FromLong(-1);
   static PyObject* const one = PyFloat_FromDouble(1);
   static PyObject* const cdf = PyUnicode_FromString("logistic");

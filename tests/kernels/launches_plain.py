@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import khot
 import recorded
@@ -92,6 +93,20 @@ COLUMNS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 def test_plain_calls_are_those_of_the_ordinary_way(name: str, seen: list[recorded.Launch]) -> None:
     entry, call = (PLAIN | COLUMNS)[name]
     agrees(call, scores(6, 32), entry, name in PLAIN)
+
+
+@pytest.mark.parametrize("name", PLAIN | COLUMNS)
+def test_checkpoints(name: str, seen: list[recorded.Launch]) -> None:
+    """What a call saves is counted, and again when it is made again; so all calls go the same way."""
+    _, call = (PLAIN | COLUMNS)[name]
+    x, grad = scores(6, 32), scores(6, 32).flip(0)
+    wanted = with_gradient(call, x, grad)
+    launch.forget()
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(lambda x: call(x) * 1, leaf, use_reentrant=False)
+        found = [y.detach(), *torch.autograd.grad(y, leaf, grad)]
+        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, wanted, strict=True))
 
 
 def test_columns_of_more_dimensions(seen: list[recorded.Launch]) -> None:

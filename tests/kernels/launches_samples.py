@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Generator, Tensor
+from torch.utils.checkpoint import checkpoint
 
 import khot
 import recorded
@@ -220,6 +221,20 @@ def test_gates_are_differentiated_again_and_in_batches(seen: list[recorded.Launc
     with answers("gated") as answered:
         assert torch.allclose(second(), of_ordinary, rtol=1e-5, atol=1e-6)
     assert answered == [True]
+
+
+@pytest.mark.parametrize("make", [gate, lambda: khot.nn.SoftTopK(3)], ids=["gate", "soft top-k"])
+def test_layers_in_checkpoints(make: Callable[[], torch.nn.Module], seen: list[recorded.Launch]) -> None:
+    layer, x = make(), scores(6, 32)
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        checkpoint(lambda x: layer(x) * 1, leaf, use_reentrant=False).sum().backward()
+        assert leaf.grad is not None and leaf.grad.isfinite().all()
+
+
+def test_a_gate_refuses_a_number(seen: list[recorded.Launch]) -> None:
+    with pytest.raises(ValueError, match=r"input must have shape \(\.\.\., 32\)"):
+        gate()(torch.tensor(1.0))
 
 
 def test_other_gates_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
