@@ -104,6 +104,10 @@ def test_far_entries_take_no_digits_from_others(kernels: ModuleType) -> None:
     z = torch.tensor([[2e20, 5e13, 0.5, 0.3, 0.1], [3e38, 2e38, 0.2, 0.1, -3e38]])
     check(kernels, z, torch.tensor([1e20, 1e10, 3.0, 2.0, 1.0]), f64(1.0))
     check(kernels, z, torch.tensor([7.0, 3.0, 2.5, 2.0, 1.0]), f64([1e-3, 1e3]))
+    # what is pooled behind a segment whose sums have no digits for it
+    near, far = [5.0, 4.0, 3.0, 2.9, 2.8, 1.0], [7.0, 4.0, 2.0, 1.5, 1.0, 0.0]
+    for big, heavy in ((3e20, 2e20), (INF, 2e20), (INF, INF)):
+        check(kernels, torch.tensor([big, 2e20, *near]), torch.tensor([heavy, 0.0, *far]), f64(1.0))
 
 
 def test_equal_scores_share_and_an_entry_alone_has_its_w(kernels: ModuleType) -> None:

@@ -24,6 +24,7 @@ from khot._kernels.triton.short_projection import (
     digits_of,
     finite,
     inverse_tau,
+    since,
     smaller,
     steepest,
     within,
@@ -73,9 +74,10 @@ def _link(left_at, before_at, after_at, n, parts, CHUNK: tl.constexpr):
 
 @triton.jit
 def _asked(left_at, begin_at, column, n):
-    """Places that are left and may be dropped."""
+    """Places that are left and may be dropped; and where the segments of all places begin."""
     left = tl.load(left_at + column, mask=column < n, other=0)
-    return (left > 0) & (tl.load(begin_at + column, mask=column < n, other=0) < column)
+    begin = tl.load(begin_at + column, mask=column < n, other=0)
+    return (left > 0) & (begin < column), begin
 
 
 @triton.jit
@@ -85,11 +87,11 @@ def _check(left_at, begin_at, sum_at, before_at, after_at, n, parts, CHUNK: tl.c
     found = tl.zeros((CHUNK,), tl.int32)
     for part in range(parts):
         column = part * CHUNK + lane
-        asked = _asked(left_at, begin_at, column, n)
+        asked, begin = _asked(left_at, begin_at, column, n)
         before = tl.load(before_at + column - 1, mask=asked, other=0)
         after = tl.load(after_at + column + 1, mask=asked & (column + 1 < n), other=n)
         here = tl.load(sum_at + column, mask=asked, other=0.0)
-        lower = (here - tl.load(sum_at + before)) * (after - column).to(tl.float64)
+        lower = (here - since(sum_at, before, begin)) * (after - column).to(tl.float64)
         upper = (tl.load(sum_at + after) - here) * (column - before).to(tl.float64)
         dropped = asked & tl.where(lower > upper, False, True)
         tl.store(left_at + column, lane * 0 + 2, mask=dropped)
@@ -107,10 +109,9 @@ def _drop(
     lane = tl.arange(0, CHUNK)
     for part in range(parts):
         column = part * CHUNK + lane
-        asked = _asked(left_at, begin_at, column, n)
+        asked, begin = _asked(left_at, begin_at, column, n)
         any_asked = tl.max(tl.where(asked, 1, 0)) > 0
         if any_asked:
-            begin = tl.load(begin_at + column, mask=asked, other=0)
             end = tl.load(end_at + column + 1, mask=asked & (column + 1 < n), other=n)
             here = tl.load(sum_at + column, mask=asked, other=0.0)
             falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
@@ -129,7 +130,8 @@ def _drop(
 def _chord(falls, rises, hop, scale, here, column, begin, end, inner, sum_at):
     """The least slope from a place before and the greatest to one behind, with those so far away."""
     near, far = inner & (column - begin >= hop), inner & (end - column >= hop)
-    slope = (here - tl.load(sum_at + column - hop, mask=near)) * scale
+    before = tl.load(sum_at + column - hop, mask=near & (column - hop > begin), other=0.0)
+    slope = (here - before) * scale
     falls = tl.where(near & (slope < falls), slope, falls)
     slope = (tl.load(sum_at + column + hop, mask=far) - here) * scale
     return falls, tl.where(far & (slope > rises), slope, rises)
@@ -188,7 +190,9 @@ def _project_long_rows(
         tl.store(begin_at + column, start, mask=valid)
         u, v = _scores(z_at, w_at, column, n, inverse)
         u_first, v_first = _of_one(z_at, w_at, start, inverse)
-        sums = tl.cumsum(tl.where(valid, (u - u_first) - (v - v_first), 0.0), 0) + total
+        d = tl.where(valid, (u - u_first) - (v - v_first), 0.0)
+        _, sums = tl.associative_scan((start, d), 0, within)
+        sums += tl.where(start == current, total, 0.0)
         tl.store(sum_at + column + 1, sums, mask=valid)
         current, total = tl.max(start), tl.sum(tl.where(lane == CHUNK - 1, sums, 0.0))
     tl.debug_barrier()

@@ -9,7 +9,9 @@ that are left drops the others: three times for ordinary rows, and about log n t
 time asks the neighbours among those left alone, which is exact.
 
 Where all u − w before a place are greater than all behind it, a block begins for certain. Sums start again
-there, from differences to the entry that comes first, so that far entries take no digits from others.
+there, at 0 and with differences to the entry that comes first, so that far entries take no digits from
+others. (Those before that are greater only on average leave the others no digits, if they are 1e16 times as
+great, which takes a w of such a range.)
 
 The means of blocks are taken anew, from differences to their first entries, in float64.
 """
@@ -42,6 +44,7 @@ __all__ = [
     "one_over",
     "project",
     "pull",
+    "since",
     "smaller",
     "steepest",
     "tile",
@@ -113,7 +116,14 @@ def _segments(certain, i, n, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _neighbours(left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS: tl.constexpr):
+def since(sum_at, place, begin):
+    """The sum up to a place of the segment that starts at `begin`, where 0 stands in the place of the sum of
+    the segment before."""
+    return tl.where(place == begin, 0.0, tl.load(sum_at + place))
+
+
+@triton.jit
+def _neighbours(left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS: tl.constexpr):
     """For each place the last one up to it and the next one behind it that are left, and whether it is left
     without being above the chord to the nearest ones on either side."""
     first = tl.associative_scan(tl.where(left, i, 0), AXIS, greater)
@@ -125,7 +135,7 @@ def _neighbours(left, inner, here, i, n, valid, sum_at, before_at, after_at, AXI
     stop = tl.load(after_at + i + 1, mask=valid & (i + 1 < n), other=n)
     asked = inner & left
     before = tl.load(before_at + i - 1, mask=asked, other=0)
-    lower = (here - tl.load(sum_at + before)) * (stop - i).to(tl.float64)
+    lower = (here - since(sum_at, before, begin)) * (stop - i).to(tl.float64)
     upper = (tl.load(sum_at + stop) - here) * (i - before).to(tl.float64)
     return first, stop, asked & tl.where(lower > upper, False, True)
 
@@ -144,7 +154,7 @@ def steepest(falls, rises, hop, here, i, n, begin, end, asked, sum_at, before_at
     above = tl.load(before_at + i - hop, mask=asked & (i >= hop), other=0)
     below = tl.load(after_at + i + hop, mask=asked & (i + hop < n), other=n)
     above, below = tl.maximum(above, begin), tl.minimum(below, end)
-    lower = here - tl.load(sum_at + above)
+    lower = here - since(sum_at, above, begin)
     upper = tl.load(sum_at + below) - here
     falls = tl.minimum(falls, lower * one_over(tl.maximum(i - above, 1)))
     return falls, tl.maximum(rises, upper * one_over(tl.maximum(below - i, 1)))
@@ -192,12 +202,15 @@ def _project_rows(
     tl.debug_barrier()
     certain = valid & (i > 0) & (tl.load(before_at + i, mask=valid & (i > 0), other=0) > most)
     begin, end = i * 0, i * 0 + n
+    d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
+    sums = tl.cumsum(d, AXIS)
     if not ORDINARY:
         any_ends = tl.max(tl.where(certain, 1, 0)) > 0
         if any_ends:
             begin, end = _segments(certain, i, n, AXIS)
-    d = (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin))
-    tl.store(sum_at + i + 1, tl.cumsum(tl.where(valid, d, 0.0), AXIS), mask=valid)
+            d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
+            _, sums = tl.associative_scan((begin, d), AXIS, within)
+    tl.store(sum_at + i + 1, sums, mask=valid)
     tl.store(sum_at + i, 0.0, mask=valid & (i == 0))
     tl.debug_barrier()
 
@@ -207,7 +220,7 @@ def _project_rows(
     falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
     for step in tl.static_range(STEPS):
         near, far = room >= (1 << step), inner & (end - i >= (1 << step))
-        slope = (here - tl.load(sum_at + i - (1 << step))) * (0.5**step)
+        slope = (here - since(sum_at, i - (1 << step), begin)) * (0.5**step)
         falls = tl.where(near & (slope < falls), slope, falls)
         slope = (tl.load(sum_at + i + (1 << step)) - here) * (0.5**step)
         rises = tl.where(far & (slope > rises), slope, rises)
@@ -216,7 +229,7 @@ def _project_rows(
     if ORDINARY:
         for turn in tl.static_range(ORDINARY):
             first, stop, dropped = _neighbours(
-                left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS
+                left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS
             )  # fmt: skip
             falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
             if turn + 1 < ORDINARY:
@@ -228,7 +241,7 @@ def _project_rows(
             left = left & tl.where(dropped | (inner & (falls <= rises)), False, True)
     else:
         first, stop, dropped = _neighbours(
-            left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS
+            left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS
         )  # fmt: skip
         while tl.max(tl.where(dropped, 1, 0)) > 0:
             falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
@@ -238,7 +251,7 @@ def _project_rows(
                 )  # fmt: skip
             left = left & tl.where(dropped | (inner & (falls <= rises)), False, True)
             first, stop, dropped = _neighbours(
-                left, inner, here, i, n, valid, sum_at, before_at, after_at, AXIS
+                left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS
             )  # fmt: skip
 
     ahead = u - tl.load(u_at + first)
