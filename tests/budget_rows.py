@@ -93,7 +93,8 @@ def check_rows(
     bound = hi.abs() < 1e308 if not at_most else (hi.abs() < 1e308) & ((hi != 0) | (lo != 0))
     paid = w.double().masked_fill(x == -INF, 0)
     spent = (paid * y.double()).sum(-1)
-    sharp = 1e-6 if x.dtype == torch.float32 else 1e-12
+    # in the tail of a normal, NumPy's exponentials leave 1e-6 on some processors and 1.6e-6 on others
+    sharp = 2e-6 if x.dtype == torch.float32 else 1e-12
     assert ((spent - budget).abs() <= sharp * budget)[bound].all()
     # every y, but where small costs alone decide the spend, as the budget then does not determine them
     z = reference._position(x.double(), w.double(), want_hi, want_lo, torch.full_like(hi, tau), by == "value")

@@ -91,7 +91,8 @@ class Greater(cdfs.CDF):
         return torch.sigmoid(-z) * (1 + torch.sigmoid(z))
 
     def icdf(self, y: Tensor) -> Tensor:
-        return torch.logit(torch.sqrt(y))
+        # at the number before 1 some processors round to inf, and others do not
+        return torch.logit(torch.sqrt(y)).masked_fill(y > 1 - 1.5 * 2.0**-53, math.inf)
 
 
 class Steeper(cdfs.Logistic):
