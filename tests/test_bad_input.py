@@ -115,7 +115,7 @@ def test_messages_write_whole_numbers_as_integers() -> None:
         ),
         (
             lambda: khot.losses.FenchelYoungTopKLoss(-1),
-            r"k must lie in \[0, 1\.797\d*e\+308\], but got -1",
+            r"k must be finite and >= 0, but got -1",
         ),
         (
             lambda: khot.soft_assign(X, 2, torch.ones(4) / 2),

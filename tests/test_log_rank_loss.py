@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -149,7 +148,7 @@ def test_a_bad_entry_spoils_its_list_alone(at: int) -> None:
     for value in (-1.0, INF, math.nan):
         wrong = relevance.clone()
         wrong[0, at] = value
-        with pytest.raises(ValueError, match=re.escape("relevance must lie in [0, ")):
+        with pytest.raises(ValueError, match="relevance must be finite and >= 0"):
             log_rank_loss(x, wrong)
         got = torch.func.vmap(lambda x, r: log_rank_loss(x, r, reduction="sum"))(x, wrong)
         assert got.isnan().tolist() == [True, False]

@@ -488,15 +488,23 @@ def refused() -> Iterator[Any]:
             ({"mask": ZEROS}, TypeError, r"mask must have dtype torch\.bool"),
             ({"mask": torch.ones(4, dtype=torch.bool)}, ValueError, r"mask must broadcast"),
             ({"dim": 2}, IndexError, r"dim must be in \[-2, 1\], but got 2"),
-            ({"reduction": "avg"}, ValueError, r"reduction must be 'mean', 'sum' or 'none', but got 'avg'"),
+            (
+                {"reduction": "avg"},
+                ValueError,
+                r"reduction must be one of 'mean', 'sum', 'none', but got 'avg'",
+            ),
         ]
         if loss.kind == "binary":
             cases.append(({target: ZEROS + 0.5}, ValueError, r"labels must be 0 or 1, but got 0\.5"))
             cases.append(({target: ZEROS.long() - 1}, ValueError, r"labels must be 0 or 1, but got -1"))
         if loss.kind == "graded":
-            cases.append(({target: ZEROS - 1}, ValueError, r"relevance must lie in \[0, .*but got -1"))
-            cases.append(({target: ZEROS + INF}, ValueError, r"relevance must lie in \[0, .*but got inf"))
-            cases.append(({target: ZEROS + NAN}, ValueError, r"relevance must lie in \[0, .*but got nan"))
+            cases.append(({target: ZEROS - 1}, ValueError, r"relevance must be finite and >= 0, but got -1"))
+            cases.append(
+                ({target: ZEROS + INF}, ValueError, r"relevance must be finite and >= 0, but got inf")
+            )
+            cases.append(
+                ({target: ZEROS + NAN}, ValueError, r"relevance must be finite and >= 0, but got nan")
+            )
         if loss.k:
             cases.append(({"k": 0}, ValueError, r"k must be finite and > 0, but got 0"))
             cases.append(({"k": torch.tensor([1, -2])}, ValueError, r"k must be finite and > 0, but got -2"))

@@ -232,7 +232,8 @@ def test_none_stands_for_not_given() -> None:
     assert set(having("estimator")) == OPTIONAL_TAU
     for name in having("tau"):
         default = parameters(name)["tau"].default
-        if name in OPTIONAL_TAU or name == "khot.nn.TopKSAE":  # which selects hard without one
+        # an autoencoder without one selects hard, and pruning by scores has to be given one
+        if name in OPTIONAL_TAU or name in ("khot.nn.TopKSAE", "khot.nn.prune_global"):
             assert default is None, name
         else:
             assert default == 1.0, name

@@ -236,7 +236,7 @@ def test_prices_are_never_cast_nor_saved_and_come_back() -> None:
         ((3, 4.0), {}, ValueError, r"^k must lie in \[0, 3.0\], the cost of all features, but got 4.0"),
         ((3, Anneal(4.0, 1.0, 3)), {}, ValueError, r"^k must lie in \[0, 3.0\]"),
         ((3, 1.0), {"cost": [1.0, 1.0]}, ValueError, r"^cost must have shape \(3,\), but got \(2,\)"),
-        ((3, 1.0), {"cost": [1.0, -1.0, 1.0]}, ValueError, r"^cost must lie in \[0, "),
+        ((3, 1.0), {"cost": [1.0, -1.0, 1.0]}, ValueError, "^cost must be finite and >= 0"),
         ((3, 1.0), {"cost": torch.tensor([1.0, math.inf, 1.0])}, ValueError, "^cost must be finite and >= 0"),
         ((3, 1.0), {"cost": torch.ones(3).bool()}, TypeError, "^cost must be a real"),
         ((3, 1.0), {"cost": 1.0}, TypeError, "^cost must be a tensor or a list"),

@@ -410,7 +410,7 @@ def check_number(value: Any, name: str, *, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a real number, but got {type(value).__name__}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must lie in [{low}, {high}], but got {value}")
+        raise ValueError(f"{name} must {_domain(low, high, False, False)}, but got {value}")
 
 
 def quantile_levels(q: Any, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ Value = float | nn.Module  # a module is called without arguments and returns th
 
 def positive(value: Value, name: str) -> Value:
     """The value, checked if it is a number."""
-    if isinstance(value, Tensor) and value.numel() > 1:
+    if isinstance(value, Tensor) and value.dim() > 0:
         raise ValueError(
             f"{name} must be one number, or a module that returns one, but got shape {tuple(value.shape)}; "
             "functions such as khot.soft_topk take one for each row"

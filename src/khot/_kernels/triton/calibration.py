@@ -9,8 +9,8 @@ independent trials over the frequencies of their sum,
 and likewise for 1 − x_j. Both have few terms, because the variance of the sum is small. θ solves π(θ) = π by
 steps θ ← θ + a(logit π − logit π(θ)). The derivative of logit π(θ) has eigenvalues from about 0.9, of many
 units, to 2, of two units that share the variance. Three values of a, one after another, are about one over
-the points at which Chebyshev's polynomial of that interval is 0: the error falls by a factor of about 5 a
-step where one value would give 3, and no earlier step has to be kept.
+the points at which Chebyshev's polynomial of that interval is 0: the error falls by a factor of 3 to 4 a
+step, where one value would give less, and no earlier step has to be kept.
 """
 
 from __future__ import annotations
@@ -287,7 +287,8 @@ def _factors(p, less, sin):
 
 @triton.jit
 def _step(x_pointer, theta_pointer, c_pointer, n, phantom, shift, k, offset, a, WIDTH: tl.constexpr):
-    """Move θ by one step, `a` times the residual. Returns the greatest error of π(θ), and that of its logit, before."""
+    """Move θ by one step, `a` times the residual. Returns the greatest error of π(θ) before, and that of its
+    logit."""
     order = tl.arange(0, FREQUENCIES)
     cos, sin = _half_turns(order)
     less, sin = 2 * sin * sin, 2 * sin * cos  # 1 − cos ω, without cancellation, and sin ω
