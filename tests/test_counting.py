@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 import khot
 import oracles
 from khot import cdfs, counting
+from khot._core.dispatch import OPERATORS
 from khot._kernels.reference import root
 from khot._kernels.reference import soft_topk as reference
 
@@ -322,6 +323,35 @@ def test_many_levels_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     (grouped_grad,) = torch.autograd.grad(grouped.square().sum(), x)
     torch.testing.assert_close(grouped, whole, rtol=0, atol=1e-14)
     torch.testing.assert_close(grouped_grad, grad, rtol=1e-12, atol=1e-12)
+
+
+@every_cdf
+def test_one_level_for_all_rows_is_that_level_of_each(name: str) -> None:
+    """As calls on a GPU give a number, by the operator that serves all devices."""
+    cdf = cdfs.resolve(CDFS[name][0])
+    count = OPERATORS["soft_count"].spread
+    assert count is not None
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[1, 0], x[2, 3] = -math.inf, math.inf
+    number, tau = torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+
+    def one(x: Tensor) -> Tensor:
+        return count(x, number, tau, *cdf.key, False, "")
+
+    def each(x: Tensor) -> Tensor:
+        return count(x, number.expand(*x.shape[:-1], 1), tau, *cdf.key, False, "").squeeze(-1)
+
+    v = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for derived in (
+        lambda f: f(x),
+        lambda f: torch.func.vmap(f)(x),
+        lambda f: torch.func.jvp(f, (x,), (v,))[1],
+        lambda f: torch.func.grad(lambda x: f(x).sin().sum())(x),
+        lambda f: torch.func.vmap(torch.func.hessian(f))(x),
+    ):
+        torch.testing.assert_close(derived(one), derived(each), rtol=0, atol=0)
+    assert one(x.float()).dtype == torch.float32
+    assert torch.autograd.gradgradcheck(one, x[:1].clone().requires_grad_())
 
 
 def test_levels_broadcast_outside_dim() -> None:

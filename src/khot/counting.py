@@ -79,14 +79,15 @@ def soft_count(
             return plain
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
-    at, one = _levels(at, "at", input, x, dim, low=-math.inf)
+    at, one = _levels(at, "at", input, x, dim, low=-math.inf, by_value=True)
+    scans = by_scans(F) and not one and min(at.shape[-1], x.shape[-1]) > _few(x).levels
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=not scans)
+    if at.device != x.device:  # a number, by value
+        return count_above(x, at, tau, F)
     if one:
         at = at.unsqueeze(-1).expand(*x.shape[:-1], 1)
-    if by_scans(F) and min(at.shape[-1], x.shape[-1]) > _few(x).levels:
-        count = laplace_count(x, at, tau).to(input.dtype)
-    else:
-        count = count_above(x, at, tau, F).to(input.dtype)
+    count = laplace_count(x, at, tau) if scans else count_above(x, at, tau, F)
+    count = count.to(input.dtype)
     return count.squeeze(-1) if one else count.movedim(-1, dim)
 
 

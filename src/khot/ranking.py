@@ -136,9 +136,11 @@ def _rank(
     if method == "projection":
         return _projected_rank(input, dim, tau, descending, regularization, mask)
     x = arguments.rows(input, dim, mask, largest=descending)
-    scans = by_scans(F)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=scans)
-    rank = laplace_rank(x, tau) if scans else (count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
+    if by_scans(F):
+        rank = laplace_rank(x, tau)
+    else:
+        rank = (count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
     if mask is not None:
         selected = arguments.mask_rows(mask, input, dim)
         out = (~selected).sum(-1, keepdim=True)

@@ -240,6 +240,11 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "soft_quantile, linear": (
         (4096, 64), partial(khot.soft_quantile, q=0.3, interpolation="linear"), [3, 105], [7, 152],
     ),
+    "soft_count": ((4096, 64), partial(khot.soft_count, at=0.0), [1, 0], [1, 0]),
+    "soft_count, tensor": (
+        (100, 10_000), lambda x: khot.soft_count(x, torch.empty(100, device="cuda")), [1, 1], [1, 1],
+    ),
+    "soft_count (1, 1_000_000)": ((1, 1_000_000), partial(khot.soft_count, at=0.5), [1, 2], [3, 0]),
     "inverse_soft_count": ((4096, 64), partial(khot.inverse_soft_count, count=8), [1, 2], [1, 2]),
     "inverse_soft_count (1, 1_000_000)": (
         (1, 1_000_000), partial(khot.inverse_soft_count, count=8), [4, 2], [2, 3],
@@ -278,6 +283,9 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     ),
     "soft_rank": ((4096, 64), khot.soft_rank, [1, 1], [1, 1]),
     "soft_rank, descending": ((4096, 64), partial(khot.soft_rank, descending=True), [1, 0], [1, 0]),
+    "soft_rank, normal, descending": (
+        (4096, 64), partial(khot.soft_rank, cdf="normal", descending=True), [1, 2], [3, 2],
+    ),
     "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [1, 2], [1, 1]),
     "soft_sort": ((4096, 64), khot.soft_sort, [1, 1], [1, 1]),
     "soft_sort (64, 8_192), descending": (

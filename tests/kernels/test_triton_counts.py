@@ -93,6 +93,34 @@ def check(kernels: Any, x: Tensor, at: Tensor, tau: Tensor, cdf: str, centred: b
     compare(found[2], wanted[2], 3 * relative * n * size + 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", [0.0, 0.1, -300.3, INF, -INF])
+@pytest.mark.parametrize("parts", [False, True], ids=["one part", "parts"])
+def test_one_level_for_all_rows(
+    request: pytest.FixtureRequest, parts: bool, level: float, dtype: torch.dtype
+) -> None:
+    """Its counts are in the scores' dtype; here it and τ come by value."""
+    kernels: Any = request.getfixturevalue("tiled" if parts else "whole")
+    x, each, tau = rows(37, dtype)
+    at, tau = torch.tensor(level, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    each = at.expand(6, 1)
+    got = kernels.soft_count(x, at, tau, "logistic", 0.0, False)
+    want = reference.soft_count(x.double(), each, tau, "logistic", 0.0, False).squeeze(-1)
+    assert got.dtype == dtype and got.shape == (6,)
+    # the interpreter cuts digits off where it stores bfloat16
+    relative = 1e-13 if dtype == torch.float64 else 4e-7 + 2 * torch.finfo(dtype).eps
+    compare(got, want, relative * (want + 4))
+
+    v = torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    found = kernels.soft_count_backward(v, x, at, tau, "logistic", 0.0, False)
+    wanted = reference.soft_count_backward(v.double()[:, None], x.double(), each, tau, "logistic", 0.0, False)
+    assert [t.dtype for t in found] == [dtype, torch.float64, torch.float64]
+    compare(found[0], wanted[0], relative * 4 * v.abs().double()[:, None])
+    single = 1e-13 if dtype == torch.float64 else 4e-7
+    compare(found[1], wanted[1].squeeze(-1), single * 37 * 4 * v.abs().double())
+    compare(found[2], wanted[2], single * 37 * 6 * v.abs().double())
+
+
 @pytest.mark.parametrize("cdf", CDFS)
 def test_what_is_not_a_number_stays_none(whole: Any, cdf: str) -> None:
     x = torch.tensor([[1.0, NAN, 0.0]] + [[2.0, 1.0, 0.0]] * 4)

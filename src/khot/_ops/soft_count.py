@@ -23,11 +23,12 @@ __all__ = ["count_above"]
 def count_above(
     x: Tensor, at: Tensor, tau: Tensor, cdf: CDF, centred: bool = False, row: Row = HERE
 ) -> Tensor:
-    """C(b) at every level of a row.
+    """C(b) at every level of a row, in the wide dtype; at one level for all rows in x's dtype.
 
     Args:
         x: (*batch, n).
-        at: (*batch, m).
+        at: (*batch, m); or, for x on another device than the CPU, one level for all rows: 0-dim and a
+            constant, whose counts are (*batch).
         tau: broadcasts with batch.
         centred: shift F to the median 0; every score, finite or not, then counts itself as ½.
         row: says whether x is the whole rows or a shard of them; the levels are the same on every process.
@@ -53,6 +54,8 @@ class _Rule(Rule):
             dx, dat, dtau = backward(grad, x, at, tau, *ctx.key, ctx.centred)
         else:
             dx, dat, dtau = vjp_count(grad, x, at, tau, ctx.cdf, ctx.centred, rows.of(ctx.group))
+        if not at.dim():
+            dat = None
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
         return dx, dat, grad_tau, None, None, None
 
@@ -63,11 +66,13 @@ class _Rule(Rule):
 
 
 def _fake(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
-    return x.new_empty(at.shape, dtype=wide_dtype(x.device))
+    counts, dtype = kernels.like_counts(x, at)
+    return x.new_empty(counts, dtype=dtype)
 
 
 def _backward_fake(grad: Tensor, x: Tensor, at: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), at.new_empty(at.shape), x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
+    dat = x.new_empty(kernels.like_counts(x, at)[0], dtype=at.dtype)
+    return x.new_empty(x.shape), dat, x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
 
 
 _FORWARD = "(Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) -> Tensor"

@@ -10,11 +10,19 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import rows
-from khot._core.precision import large, wide_dtype, widen
+from khot._core.precision import large, on, wide_dtype, widen
 from khot._core.rows import Row
 from khot.cdfs import CDF
 
-__all__ = ["vjp_count", "jvp_count", "soft_count", "soft_count_backward"]
+__all__ = [
+    "jvp_count",
+    "levels",
+    "like_counts",
+    "of_rows",
+    "soft_count",
+    "soft_count_backward",
+    "vjp_count",
+]
 
 AT_ONCE = 1 << 18  # entries times levels: temporaries of 2 MB stay in the cache
 FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
@@ -23,11 +31,12 @@ FAR = 1e9  # in τ: F is 0 or 1 there, and f is 0
 def soft_count(
     x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool, group: str = ""
 ) -> Tensor:
-    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of `precision.wide_dtype`.
+    """C(b) = Σ_j F((x_j − b)/τ) at every level b of a row, in the dtype of `precision.wide_dtype`; at one
+    level for all rows, in x's dtype.
 
     Args:
         x: (*batch, n).
-        at: (*batch, m).
+        at: (*batch, m); or one level for all rows, 0-dim.
         tau: broadcasts with batch.
         cdf, shape: as for :func:`khot.cdfs.resolve`.
         centred: take F(z + F⁻¹(½)) for F, so that every score, finite or not, counts itself as ½; otherwise
@@ -35,12 +44,30 @@ def soft_count(
         group: the names of the process groups that the rows are spread over; "" for whole rows.
 
     Returns:
-        (*batch, m); NaN for a row with a NaN or with a τ that is not positive.
+        (*batch, m), or (*batch) for one level; NaN for a row with a NaN or with a τ that is not positive.
     """
-    F = cdfs.resolve(cdf, shape)
+    if not at.dim():
+        count = soft_count(x, of_rows(at, x), on(x.device, tau), cdf, shape, centred, group)
+        return count.squeeze(-1).to(x.dtype)
+    F, tau = cdfs.resolve(cdf, shape), on(x.device, tau)
     parts = [_count(x, at[..., part], tau, F, centred) for part in _groups(x, at)]
     count = torch.cat(parts, -1) if parts else torch.empty_like(at, dtype=wide_dtype(x.device))
     return rows.of(group).reduce([count])[0]
+
+
+def levels(at: Tensor) -> int:
+    """How many levels a row has."""
+    return at.shape[-1] if at.dim() else 1
+
+
+def like_counts(x: Tensor, at: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """The shape and the dtype of the counts."""
+    return (at.shape, wide_dtype(x.device)) if at.dim() else (x.shape[:-1], x.dtype)
+
+
+def of_rows(at: Tensor, x: Tensor) -> Tensor:
+    """One level for all rows as a level of each, (*batch, 1)."""
+    return on(x.device, at).expand(*x.shape[:-1], 1)
 
 
 def _groups(x: Tensor, at: Tensor) -> Iterator[slice]:
@@ -73,7 +100,7 @@ def _count(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
 def soft_count_backward(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool, group: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, the levels and τ (batch)."""
+    """The gradients in x, the levels (of the counts' shape) and τ (batch)."""
     dx, dat, dtau = vjp_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred, rows.of(group))
     return dx.contiguous(), dat.contiguous(), dtau
 
@@ -82,6 +109,10 @@ def vjp_count(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool, row: Row
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse mode, differentiable: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f·(x − b)/τ²."""
+    tau = on(x.device, tau)
+    if not at.dim():
+        dx, of_levels, dtau = vjp_count(grad.unsqueeze(-1), x, of_rows(at, x), tau, F, centred, row)
+        return dx, of_levels.squeeze(-1), dtau
     grad, at, tau = row.share([widen(grad), at, tau])
     scale = widen(tau).expand(x.shape[:-1])
     dx = torch.zeros_like(x, dtype=wide_dtype(x.device))
@@ -108,7 +139,10 @@ def jvp_count(
     centred: bool,
     row: Row,
 ) -> Tensor:
-    """Forward mode."""
+    """Forward mode, in which one level for all rows is a constant."""
+    tau = on(x.device, tau)
+    if not at.dim():
+        return jvp_count(dx, None, dtau, x, of_rows(at, x), tau, F, centred, row).squeeze(-1).to(x.dtype)
     scale = widen(tau).expand(x.shape[:-1]).unsqueeze(-1)
     out = [torch.empty_like(at[..., :0], dtype=wide_dtype(x.device))]
     for part in _groups(x, at):

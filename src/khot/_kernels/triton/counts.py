@@ -1,8 +1,8 @@
 """The soft count at the levels of a row, and its gradients: tiles of levels and entries, which stay on chip.
 
 Sums over entries and sums over levels each have a kernel, in which a program holds the terms of its own sums
-and walks along the others. They compute the density twice, and every sum is added in the same order each
-time.
+and walks along the others. They compute the density twice, except where one program has a whole row and all
+of its levels. Every sum is added in the same order each time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
+from khot._kernels.reference.soft_count import levels, like_counts
 from khot._kernels.triton import layout
-from khot._kernels.triton.fast import joined, store
+from khot._kernels.triton.exact import number64
+from khot._kernels.triton.fast import double, joined, store
 from khot._kernels.triton.functions import POWER, full_support, median, place, side
 from khot._kernels.triton.launch import launch
 
@@ -27,9 +29,9 @@ SIZES = ["m", "groups", "length", "parts"]  # for which Triton need not compile 
 
 
 @triton.jit
-def _scale(tau_pointer, tau_stride, row, COMPUTE: tl.constexpr):
+def _scale(tau, row, COMPUTE: tl.constexpr):
     """1/τ, NaN if there is none."""
-    tau = tl.load(tau_pointer + row * tau_stride).to(tl.float64)
+    tau = number64(*tau, row)
     scale = tl.where((tau > 0) & (tau < float("inf")), 1 / tau, float("nan"))
     if tl.float32 == COMPUTE:
         scale = tl.where(scale > STEEPEST, STEEPEST, scale)
@@ -43,9 +45,26 @@ def _load_entries(pointer, there, other, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _load_levels(pointer, there, COMPUTE: tl.constexpr):
+def _level_values(levels, row, at, there):
+    """The levels; without a pointer there is one, which came by value, the same for all rows."""
+    pointer, stride, high, low = levels
+    if pointer is None:
+        return tl.zeros_like(at).to(tl.float64) + joined(high, low)
+    else:
+        return tl.load(pointer + row * stride + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _load_grads(pointer, stride, level, row, at, there):
+    """The gradients of the counts in float64, 0 at infinite levels."""
+    v = double(tl.load(pointer + row * stride + at, mask=there, other=0.0))
+    return tl.where(tl.abs(level) == float("inf"), 0.0, v)
+
+
+@triton.jit
+def _load_levels(levels, row, at, there, COMPUTE: tl.constexpr):
     """The levels as high + low, with 0 for infinite ones, and the levels themselves."""
-    level = tl.load(pointer, mask=there, other=0.0)
+    level = _level_values(levels, row, at, there)
     finite = tl.where(tl.abs(level) == float("inf"), 0.0, level)
     high = finite.to(COMPUTE)
     return high, (finite.to(tl.float64) - high.to(tl.float64)).to(COMPUTE), level
@@ -82,31 +101,31 @@ def _pdf(z, power, CDF: tl.constexpr, CENTRED: tl.constexpr):
 
 @triton.jit
 def _part_of_levels(
-    at_pointer, at_stride, tau_pointer, tau_stride, n, m, groups, length, parts,
-    COMPUTE: tl.constexpr, HEIGHT: tl.constexpr,
+    levels, tau, n, m, groups, length, parts, COMPUTE: tl.constexpr, HEIGHT: tl.constexpr
 ):  # fmt: skip
     """The row of a program; which of its levels, and these as :func:`_load_levels` has them; 1/τ; the part of
     the row, and where it begins and ends."""
     cell, part = place(parts)
     row, group = cell // groups, (cell % groups).to(tl.int32)
     at = group * HEIGHT + tl.arange(0, HEIGHT)
-    high, low, level = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
-    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
+    high, low, level = _load_levels(levels, row, at, at < m, COMPUTE)
+    scale = _scale(tau, row, COMPUTE)
     return row, at, high, low, level, scale, part, part * length, tl.minimum(n, (part + 1) * length)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _count(
-    x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
-    parts,
+    x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer, tau_stride, tau_high, tau_low,
+    sums_pointer, n, m, groups, length, parts,
     power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
     EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Σ F over one part of a row, at some of its levels."""
     power = joined(power_high, power_low)
     row, at, high, low, level, scale, part, first, stop = _part_of_levels(
-        at_pointer, at_stride, tau_pointer, tau_stride, n, m, groups, length, parts, COMPUTE, HEIGHT
-    )
+        (at_pointer, at_stride, at_high, at_low), (tau_pointer, tau_stride, tau_high, tau_low),
+        n, m, groups, length, parts, COMPUTE, HEIGHT,
+    )  # fmt: skip
     x_pointer += row * x_stride
     count = tl.zeros((HEIGHT,), tl.float64)
     for begin in range(first, stop, MANY * WIDTH):
@@ -131,21 +150,22 @@ def _count(
             below += tl.where(column < n, tl.where(x == float("-inf"), own, 1.0), 0.0)
         ends = tl.where(level > 0, tl.sum(above, axis=0), tl.sum(below, axis=0))
         count = tl.where(infinite & (count == count), ends, count)
-    tl.store(sums_pointer + (row * m + at) * parts + part, count, mask=at < m)
+    store(sums_pointer + (row * m + at) * parts + part, count, at < m)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _count_densities(
-    x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, n, m, groups, length,
-    parts,
+    x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer, tau_stride, tau_high, tau_low,
+    sums_pointer, n, m, groups, length, parts,
     power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
     EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Σ f and Σ f·(x − b)/τ over one part of a row, at some of its levels."""
     power = joined(power_high, power_low)
     row, at, high, low, _, scale, part, first, stop = _part_of_levels(
-        at_pointer, at_stride, tau_pointer, tau_stride, n, m, groups, length, parts, COMPUTE, HEIGHT
-    )
+        (at_pointer, at_stride, at_high, at_low), (tau_pointer, tau_stride, tau_high, tau_low),
+        n, m, groups, length, parts, COMPUTE, HEIGHT,
+    )  # fmt: skip
     x_pointer += row * x_stride
     mass = tl.zeros((HEIGHT,), tl.float64)
     moment = tl.zeros((HEIGHT,), tl.float64)
@@ -168,34 +188,32 @@ def _count_densities(
 
 @triton.jit(do_not_specialize=SIZES)
 def _pull_levels(
-    grad_pointer, grad_stride, at_pointer, at_stride, tau_pointer, tau_stride, sums_pointer, dat_pointer,
-    dtau_pointer, m, parts, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    grad_pointer, grad_stride, at_pointer, at_stride, at_high, at_low, tau_pointer, tau_stride, tau_high,
+    tau_low, sums_pointer, dat_pointer, dtau_pointer, m, parts, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a row's levels, −vΣf/τ, and of τ, −Σv Σ f·(x − b)/τ²; 0 at infinite levels."""
     row = tl.program_id(0).to(tl.int64)
-    scale = _scale(tau_pointer, tau_stride, row, tl.float64)
+    scale = _scale((tau_pointer, tau_stride, tau_high, tau_low), row, tl.float64)
     part = tl.arange(0, PARTS)
     dtau = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, m, WIDTH):
         at = start + tl.arange(0, WIDTH)
         there = at < m
-        level = tl.load(at_pointer + row * at_stride + at, mask=there, other=0.0)
-        v = tl.load(grad_pointer + row * grad_stride + at, mask=there, other=0.0).to(tl.float64)
-        v = tl.where(tl.abs(level) == float("inf"), 0.0, v)
+        level = _level_values((at_pointer, at_stride, at_high, at_low), row, at, there)
+        v = _load_grads(grad_pointer, grad_stride, level, row, at, there)
         sums = sums_pointer + ((row * m + at[:, None]) * parts + part[None, :]) * 2
         inside = there[:, None] & (part < parts)[None, :]
         mass = tl.sum(tl.load(sums, mask=inside, other=0.0), axis=1)
         moment = tl.sum(tl.load(sums + 1, mask=inside, other=0.0), axis=1)
-        dat = (-v * mass * scale).to(dat_pointer.dtype.element_ty)
-        tl.store(dat_pointer + row * m + at, dat, mask=there)
+        store(dat_pointer + row * m + at, -v * mass * scale, there)
         dtau -= v * moment * scale
     tl.store(dtau_pointer + row, tl.sum(dtau, axis=0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _pull_entries(
-    grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, tau_pointer, tau_stride,
-    dx_pointer, n, m, parts,
+    grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer,
+    tau_stride, tau_high, tau_low, dx_pointer, n, m, parts,
     power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
     EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -203,39 +221,79 @@ def _pull_entries(
     power = joined(power_high, power_low)
     row, part = place(parts)
     column = part * WIDTH + tl.arange(0, WIDTH)
-    scale = _scale(tau_pointer, tau_stride, row, COMPUTE)
+    scale = _scale((tau_pointer, tau_stride, tau_high, tau_low), row, COMPUTE)
     x = _load_entries(x_pointer + row * x_stride + column, column < n, 0.0, COMPUTE)
     total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
     for start in range(0, m, HEIGHT):
         at = start + tl.arange(0, HEIGHT)
-        high, low, level = _load_levels(at_pointer + row * at_stride + at, at < m, COMPUTE)
-        v = tl.load(grad_pointer + row * grad_stride + at, mask=at < m, other=0.0).to(COMPUTE)
-        v = tl.where(tl.abs(level) == float("inf"), 0.0, v)
+        high, low, level = _load_levels((at_pointer, at_stride, at_high, at_low), row, at, at < m, COMPUTE)
+        v = _load_grads(grad_pointer, grad_stride, level, row, at, at < m).to(COMPUTE)
         z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
         total += v[:, None] * _pdf(z, power, CDF, CENTRED)
     store(dx_pointer + row * n + column, tl.sum(total, axis=0) * scale, column < n)
 
 
-KERNELS = (_count, _count_densities, _pull_levels, _pull_entries)
+@triton.jit(do_not_specialize=SIZES)
+def _pull_row(
+    grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer,
+    tau_stride, tau_high, tau_low, dx_pointer, dat_pointer, dtau_pointer, n, m,
+    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
+    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a row whose levels are in one tile: those of :func:`_pull_levels` and of
+    :func:`_pull_entries`, from the same densities."""
+    power = joined(power_high, power_low)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, HEIGHT)
+    high, low, level = _load_levels((at_pointer, at_stride, at_high, at_low), row, at, at < m, COMPUTE)
+    v = _load_grads(grad_pointer, grad_stride, level, row, at, at < m)
+    tau = (tau_pointer, tau_stride, tau_high, tau_low)
+    scale, fine = _scale(tau, row, COMPUTE), _scale(tau, row, tl.float64)
+    mass = tl.zeros((HEIGHT,), tl.float64)
+    moment = tl.zeros((HEIGHT,), tl.float64)
+    for begin in range(0, n, MANY * WIDTH):
+        total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
+        total_z = tl.zeros((HEIGHT, WIDTH), COMPUTE)
+        for start in range(begin, tl.minimum(n, begin + MANY * WIDTH), WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            x = _load_entries(x_pointer + row * x_stride + column, column < n, float("-inf"), COMPUTE)
+            z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+            f = _pdf(z, power, CDF, CENTRED)
+            total += f
+            total_z += f * tl.minimum(tl.maximum(z, -FAR), FAR)
+            dx = tl.sum(v.to(COMPUTE)[:, None] * f, axis=0) * scale
+            store(dx_pointer + row * n + column, dx, column < n)
+        mass += tl.sum(total, axis=1).to(tl.float64)
+        moment += tl.sum(total_z, axis=1).to(tl.float64)
+    store(dat_pointer + row * m + at, -v * mass * fine, at < m)
+    tl.store(dtau_pointer + row, -tl.sum(v * moment * fine, axis=0))
+
+
+KERNELS = (_count, _count_densities, _pull_levels, _pull_entries, _pull_row)
 
 
 class _Tile:
     """How a call is cut into tiles."""
 
     def __init__(self, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> None:
-        batch, n, m = x.shape[:-1], x.shape[-1], at.shape[-1]
+        batch, n, self.m = x.shape[:-1], x.shape[-1], levels(at)
         F, compute = cdfs.resolve(cdf, shape), layout.compute(x.dtype, tau)
         size = TILE if compute == tl.float32 else TILE // 2
-        self.rows, self.height = batch.numel(), min(LEVELS, triton.next_power_of_2(m))
+        self.rows, self.height = batch.numel(), min(LEVELS, triton.next_power_of_2(self.m))
         self.width = min(size // self.height, ENTRIES, triton.next_power_of_2(n))
-        self.groups = triton.cdiv(m, self.height)
+        self.groups = triton.cdiv(self.m, self.height)
         # a row with few levels is split among programs
         wanted = max(1, layout.PROGRAMS // (self.rows * self.groups))
         self.parts = min(triton.cdiv(n, MANY * self.width), wanted)
         self.length = triton.cdiv(triton.cdiv(n, self.parts), self.width) * self.width
         self.parts = triton.cdiv(n, self.length)
-        self.x, self.at = layout.rows(x, n), layout.rows(at, m)
-        self.tau, self.power = layout.numbers(tau, batch, x.device), layout.power(F)
+        # of two numbers of float32, float64 would miss the last digits
+        given = layout.values if compute == tl.float32 else _in_memory
+        self.x, self.tau, self.power = layout.rows(x, n), given(tau, batch, x.device), layout.power(F)
+        if at.dim():
+            self.at = layout.Values(*layout.rows(at, self.m), 0.0, 0.0)
+        else:
+            self.at = given(at, batch, x.device)
         self.which = {
             "CDF": layout.cdf_id(cdf),
             "CENTRED": centred,
@@ -247,32 +305,47 @@ class _Tile:
         }
 
 
+def _in_memory(value: Tensor, batch: torch.Size, device: torch.device) -> layout.Values:
+    return layout.Values(*layout.numbers(value, batch, device), 0.0, 0.0)
+
+
 def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:
     """`soft_count.soft_count`, in Triton."""
-    n, m = x.shape[-1], at.shape[-1]
+    n, m = x.shape[-1], levels(at)
+    result, dtype = like_counts(x, at)
     if x.numel() == 0 or m == 0:
-        return torch.zeros(at.shape, dtype=torch.float64, device=x.device)
+        return torch.zeros(result, dtype=dtype, device=x.device)
     tile = _Tile(x, at, tau, cdf, shape, centred)
-    sums = torch.empty((*at.shape, tile.parts), dtype=torch.float64, device=x.device)
+    whole = tile.parts == 1
+    sums = torch.empty(
+        result if whole else (*result, tile.parts), dtype=dtype if whole else torch.float64, device=x.device
+    )
     launch(
         _count, tile.rows * tile.groups * tile.parts,
         *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
         *tile.power, **tile.which, MANY=MANY,
     )  # fmt: skip
-    return sums.squeeze(-1) if tile.parts == 1 else sums.sum(-1)
+    return sums if whole else sums.sum(-1).to(dtype)
 
 
 def soft_count_backward(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`soft_count.soft_count_backward`, in Triton."""
-    n, m = x.shape[-1], at.shape[-1]
-    dx, dat = x.new_empty(x.shape), at.new_empty(at.shape)
-    dtau = torch.empty(x.shape[:-1], dtype=torch.float64, device=x.device)
+    n, m, batch = x.shape[-1], levels(at), x.shape[:-1]
+    dx, dat = x.new_empty(x.shape), x.new_empty(like_counts(x, at)[0], dtype=at.dtype)
+    dtau = torch.empty(batch, dtype=torch.float64, device=x.device)
     if x.numel() == 0 or m == 0:
         return dx.zero_(), dat.zero_(), dtau.zero_()
     tile = _Tile(x, at, tau, cdf, shape, centred)
-    incoming = layout.rows(grad.expand(at.shape), m)
+    incoming = layout.rows(grad.expand(dat.shape), m)
+    if tile.parts == tile.groups == 1:
+        launch(
+            _pull_row, tile.rows,
+            *incoming, *tile.x, *tile.at, *tile.tau, dx, dat, dtau, n, m,
+            *tile.power, **tile.which, MANY=MANY,
+        )  # fmt: skip
+        return dx, dat, dtau
     sums = torch.empty(tile.rows * m * tile.parts * 2, dtype=torch.float64, device=x.device)
     width = min(triton.next_power_of_2(m), 1024 // triton.next_power_of_2(tile.parts))
     entries = triton.cdiv(n, tile.width)
@@ -287,17 +360,7 @@ def soft_count_backward(
         WIDTH=width, PARTS=triton.next_power_of_2(tile.parts),
     )  # fmt: skip
     launch(
-        _pull_entries,
-        tile.rows * entries,
-        *incoming,
-        *tile.x,
-        *tile.at,
-        *tile.tau,
-        dx,
-        n,
-        m,
-        entries,
-        *tile.power,
-        **tile.which,
-    )
+        _pull_entries, tile.rows * entries,
+        *incoming, *tile.x, *tile.at, *tile.tau, dx, n, m, entries, *tile.power, **tile.which,
+    )  # fmt: skip
     return dx, dat, dtau
