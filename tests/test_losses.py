@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import khot
 import oracles
 from khot import cdfs
+from khot._ops.ranking_losses import counted_mean
 from khot.losses import FenchelYoungTopKLoss, TopKCrossEntropyLoss, permutation_cross_entropy
 
 ALL = {
@@ -551,3 +552,24 @@ def test_any_dim_and_reduction(name: str) -> None:
     torch.testing.assert_close(rows.mean(), loss(x, target))
     torch.testing.assert_close(rows.sum(), moved)
     assert "tau=0.5" in repr(loss)
+
+
+def test_the_mean_of_a_gpu_has_the_derivatives_of_a_mean() -> None:
+    """It is written in the scores' dtype; on the CPU losses take torch's own."""
+    loss, v = scores(7), scores(7, seed=1)
+
+    def mean(loss: Tensor) -> Tensor:
+        return counted_mean(loss, None, torch.float32)
+
+    torch.testing.assert_close(mean(loss), loss.mean().float(), rtol=1e-7, atol=0)
+    changed = torch.func.jvp(mean, (loss,), (v,))[1]
+    torch.testing.assert_close(changed, v.mean().float(), rtol=1e-7, atol=0)
+    grad = torch.func.grad(mean)(loss)
+    torch.testing.assert_close(grad, torch.full_like(loss, 1 / 7), rtol=1e-15, atol=0)
+    both = torch.func.vmap(torch.func.grad(lambda x: mean(x).square()))(torch.stack((loss, v)))
+    want = 2 / 7 * torch.stack((loss, v)).mean(-1, keepdim=True).expand(2, 7)
+    torch.testing.assert_close(both, want, rtol=1e-6, atol=0)
+    every = torch.func.hessian(lambda x: mean(x).square())(loss)
+    torch.testing.assert_close(every, torch.full((7, 7), 2 / 49, dtype=torch.float64), rtol=1e-6, atol=0)
+    compiled = torch.compile(torch.func.grad(mean), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(loss), grad, rtol=0, atol=0)

@@ -230,4 +230,9 @@ def test_mean_of_what_counts(kernels: ModuleType) -> None:
         want = [loss[0, counted[0]].mean(), 0, loss[2, counted[2]].mean()]
         # the interpreter cuts digits off where it stores bfloat16, and a device rounds
         np.testing.assert_allclose(mean.double(), want, rtol=8 * torch.finfo(dtype).eps, atol=0)
+        mean, number = kernels.counted_mean(loss[:, counted[2]], None, dtype)  # of all, also where one is NaN
+        assert number.tolist() == [counted[2].sum()] * 3
+        want = loss[:, counted[2]].mean(-1)
+        np.testing.assert_allclose(mean.double(), want, rtol=8 * torch.finfo(dtype).eps, atol=0)
     assert kernels.counted_mean(loss[:, :0], counted[:, :0], torch.float32)[0].tolist() == [0, 0, 0]
+    assert kernels.counted_mean(loss[:, :0], None, torch.float32)[0].isnan().all()

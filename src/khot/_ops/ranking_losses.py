@@ -42,12 +42,12 @@ def correlation_loss(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return loss, counted
 
 
-def counted_mean(loss: Tensor, counted: Tensor, dtype: torch.dtype) -> Tensor:
+def counted_mean(loss: Tensor, counted: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The mean of the losses that count, and 0 if none does, in the dtype.
 
     Args:
         loss: (lists,), in the wide dtype.
-        counted: (lists,), bool.
+        counted: (lists,), bool; None if all of them count, of which there may be none: then the mean is NaN.
     """
     mean: Tensor = _counted_mean(loss, counted, dtype)[0]
     return mean
@@ -110,21 +110,24 @@ class _Mean(Rule):
     constants = (1,)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        _, counted, ctx.dtype = inputs
+    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        loss, counted, ctx.dtype = inputs
+        ctx.lists = loss.shape[-1]
         return counted, outputs[1]
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         counted, number = ctx.saved_tensors
-        return (grad / number).unsqueeze(-1) * counted, None, None
+        of_each = (grad / number).unsqueeze(-1)
+        return of_each.expand(*grad.shape, ctx.lists) if counted is None else of_each * counted, None, None
 
     @staticmethod
     def jvp(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
         counted, number = ctx.saved_tensors
         if dloss is None:
             return None, None
-        return (torch.where(counted, dloss, 0).sum(-1) / number).to(ctx.dtype), None
+        changes = dloss if counted is None else torch.where(counted, dloss, 0)
+        return (changes.sum(-1) / number).to(ctx.dtype), None
 
 
 def _wide(x: Tensor, *shape: int) -> Tensor:
@@ -173,7 +176,7 @@ _correlation_loss_backward = define(
 )
 _counted_mean = define(
     "counted_mean",
-    "(Tensor loss, Tensor counted, ScalarType dtype) -> (Tensor, Tensor)",
+    "(Tensor loss, Tensor? counted, ScalarType dtype) -> (Tensor, Tensor)",
     kernels.counted_mean,
     lambda loss, counted, dtype: (
         loss.new_empty(loss.shape[:-1], dtype=dtype),

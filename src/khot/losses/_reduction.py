@@ -11,7 +11,7 @@ from khot._core.names import unknown
 from khot._core.rows import batch
 from khot._ops.ranking_losses import counted_mean
 
-__all__ = ["Reduction", "check_reduction", "over_batch", "reduce", "reduce_counted"]
+__all__ = ["Reduction", "check_reduction", "over_batch", "reduce", "reduce_counted", "reduce_wide"]
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -27,6 +27,13 @@ def reduce(loss: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "mean" and not batch().here:
         return loss.sum() / over_batch(torch.tensor(loss.numel(), device=loss.device))
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def reduce_wide(loss: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
+    """:func:`reduce` of losses in the wide dtype, in another dtype."""
+    if reduction == "mean" and loss.is_cuda and batch().here:
+        return counted_mean(loss.reshape(-1), None, dtype)
+    return reduce(loss, reduction).to(dtype)
 
 
 def reduce_counted(loss: Tensor, counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:

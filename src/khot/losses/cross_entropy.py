@@ -19,7 +19,7 @@ from khot._core.precision import greatest, vector, wide_dtype, widen
 from khot._core.ways import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce
+from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce, reduce_wide
 from khot.selection import topk
 
 __all__ = ["TopKCrossEntropyLoss"]
@@ -172,7 +172,7 @@ def _loss(
         loss = -_log_mixture([first] * bool(first) + list(weights.values()), torch.cat(logs, -1))
     loss = loss.squeeze(-1) if share is None else torch.where(share > 0, share * loss, 0).sum(-1)
     if counted is None:
-        return reduce(loss, reduction).to(input.dtype)
+        return reduce_wide(loss, reduction, input.dtype)
     loss = torch.where(counted, loss, 0)
     total = loss.sum() / over_batch(counted.sum()) if reduction == "mean" else reduce(loss, reduction)
     return total.to(input.dtype)

@@ -12,7 +12,7 @@ from khot._core.arguments import Scalar
 from khot._core.ways import by_rows
 from khot._ops.fenchel_young import row_losses
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, reduce
+from khot.losses._reduction import Reduction, check_reduction, reduce_wide
 
 __all__ = ["FenchelYoungTopKLoss"]
 
@@ -104,7 +104,7 @@ def _loss(
     T = _target_rows(target, input, dim)
     loss, share = row_losses(x, T, k, tau, cdf)
     _check_mass(share, T, k)
-    return reduce(loss, reduction).to(input.dtype)
+    return reduce_wide(loss, reduction, input.dtype)
 
 
 def _target_rows(target: Tensor, input: Tensor, dim: int) -> Tensor:

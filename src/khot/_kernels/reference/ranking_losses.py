@@ -169,11 +169,13 @@ def correlation_loss_backward(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------- the mean
 
 
-def counted_mean(loss: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def counted_mean(loss: Tensor, counted: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The mean of the losses that count, and 0 if none does, in the dtype; and their number, at least 1.
 
     Args:
-        loss, counted: (*batch, lists).
+        loss, counted: (*batch, lists). None for counted: all count; the mean of none is NaN then.
     """
+    if counted is None:
+        return loss.mean(-1).to(dtype), widen(loss.new_full(loss.shape[:-1], max(1, loss.shape[-1])))
     number = widen(counted.sum(-1)).clamp(min=1)
     return (torch.where(counted, loss, 0).sum(-1) / number).to(dtype), number

@@ -45,6 +45,8 @@ def fenchel_young_backward(
     batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
     dx, dtau = x.new_empty(x.shape), hi.new_empty(batch)
     rows, fine = dtau.numel(), x.dtype == torch.float64
+    if not any(grad.stride()):  # one number for all rows, as a mean's
+        grad = grad.as_strided((), ())
     source, targets, incoming = (
         layout.rows(x, n),
         layout.rows(target, n),

@@ -209,7 +209,11 @@ def _mean(loss_pointer, counted_pointer, mean_pointer, number_pointer, lists, WI
     sums, found = tl.zeros((WIDTH,), tl.float64), tl.zeros((WIDTH,), tl.int32)
     for start in range(0, lists, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        counted = tl.load(counted_pointer + row * lists + column, mask=column < lists, other=0).to(tl.int32)
+        if counted_pointer is None:
+            counted = (column < lists).to(tl.int32)
+        else:
+            at = counted_pointer + row * lists + column
+            counted = tl.load(at, mask=column < lists, other=0).to(tl.int32)
         loss = tl.load(loss_pointer + row * lists + column, mask=counted > 0, other=0.0)
         sums, found = sums + loss, found + counted
     number = tl.maximum(tl.sum(found, axis=0), 1).to(tl.float64)
@@ -316,7 +320,7 @@ def correlation_loss_backward(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return da
 
 
-def counted_mean(loss: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def counted_mean(loss: Tensor, counted: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`ranking_losses.counted_mean`, in Triton."""
     lists = loss.shape[-1]
     if not 0 < lists <= LISTS or loss.numel() == 0:
@@ -325,6 +329,7 @@ def counted_mean(loss: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Ten
     mean, number = loss.new_empty(batch, dtype=dtype), loss.new_empty(batch, dtype=torch.float64)
     launch(
         _mean, batch.numel(),
-        loss.contiguous(), counted.contiguous(), mean, number, lists, WIDTH=SORTED, num_warps=WARPS,
+        loss.contiguous(), None if counted is None else counted.contiguous(), mean, number, lists,
+        WIDTH=SORTED, num_warps=WARPS,
     )  # fmt: skip
     return mean, number
