@@ -350,6 +350,22 @@ def test_ties_share_equally() -> None:
     assert_close(sorted_soft_topk(torch.full((6,), 0.7), 4, epsilon=0.01), torch.full((4, 6), 1 / 6), 1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [1, 3, np.int64(4)], ids=str)
+def test_normalize_takes_the_largest_cost_of_finite_entries(k: int, dtype: torch.dtype) -> None:
+    """Of scores between the anchors, outside of them on either side, in the middle, and beside infinite ones;
+    with one epsilon and with one for each row."""
+    spread = normal(6)
+    rows = [spread / 9 + k / 2, spread + 40, spread - 40, torch.full((6,), k / 2), spread, spread]
+    x = torch.stack(rows).to(dtype)
+    x[4, 2], x[4, 5], x[5, 1] = INF, -INF, -INF
+    farthest = [max(max(abs(v), abs(v - int(k))) for v in row if math.isfinite(v)) for row in x.tolist()]
+    for epsilon in (0.2, torch.linspace(0.1, 0.5, 6, dtype=torch.float64)):
+        scaled = epsilon * f64(farthest).square()
+        got = sorted_soft_topk(x, k, epsilon=epsilon, normalize=True)
+        assert_close(got, sorted_soft_topk(x, k, epsilon=scaled).double(), 1e-12)
+
+
 def test_normalize_divides_each_row_by_its_largest_cost() -> None:
     x, k = torch.stack((normal(7), 30 * normal(7, seed=1))), 3
     y = sorted_soft_topk(x, k, epsilon=0.02, normalize=True)

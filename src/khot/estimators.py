@@ -671,8 +671,10 @@ def _draw(probs: Tensor, design: DesignName, generator: Generator | None) -> Ten
         small = pareto.draw_small(probs, -1, generator, False)
         if small is not None:
             return small
-    # a row of NaN draws nothing here; π − π.detach() makes it NaN again
-    return sampling.sample(probs.detach().nan_to_num(nan=0.0), design, generator=generator)
+    given = probs.detach()
+    if not given.is_cuda:  # a row of NaN draws nothing here; π − π.detach() makes it NaN again
+        given = given.nan_to_num(nan=0.0)
+    return sampling.sample(given, design, generator=generator)
 
 
 def _check_size(design: DesignName, k: Scalar | None) -> None:

@@ -82,12 +82,15 @@ def sorted_soft_topk(
         raise TypeError(f"k must be an int, but got {type(k).__name__}")
     if not 1 <= k <= n:
         raise ValueError(f"k must be an integer in [1, {n}], but got {k}")
-    epsilon = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True, by_value=not normalize).double()
+    number = not isinstance(epsilon, Tensor)
+    epsilon = arguments.per_row(epsilon, "epsilon", x, low=0, low_open=True, by_value=True).double()
     if normalize:
-        # neither infinite entries nor a NaN (which makes its row NaN anyway) have a cost
-        finite = x.double().nan_to_num(0.0, 0.0, 0.0)
-        cost = torch.maximum(finite**2, (finite - k) ** 2).masked_fill(x.isinf(), 0).amax(-1)
-        scaled = (epsilon * cost.masked_fill(cost == 0, 1)).clamp(1 / large(epsilon), large(epsilon))
-        epsilon = scaled.where((epsilon > 0) & (epsilon < math.inf), math.nan)
+        # neither infinite entries nor a NaN (which makes its row NaN anyway) decide: at k/2 the cost is least
+        finite = x.double().masked_fill(x - x != 0, k / 2)
+        cost = (torch.maximum(finite, torch.rsub(finite, k)) ** 2).amax(
+            -1
+        )  # of the anchors, 0 or k is the farthest
+        scaled = (epsilon * cost).clamp(1 / large(epsilon), large(epsilon))
+        epsilon = scaled if number else scaled.where((epsilon > 0) & (epsilon < math.inf), math.nan)
     y = transported(x, k, epsilon)
     return y.movedim((-2, -1), (dim % max(input.dim(), 1), dim % max(input.dim(), 1) + 1))

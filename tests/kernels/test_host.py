@@ -266,6 +266,10 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (1, 1_000_000), lambda x: khot.losses.FenchelYoungTopKLoss(8)(x, torch.empty_like(x)), [6, 0], [2, 1],
     ),
     "sorted_soft_topk": ((4096, 64), partial(khot.sorted_soft_topk, k=8), [1, 0], [1, 0]),
+    "sorted_soft_topk, normalize": (
+        (256, 64), partial(khot.sorted_soft_topk, k=8, normalize=True), [1, 10], [1, 0],
+    ),
+    "sample_khot": ((4096, 64), partial(khot.sample_khot, k=8), [3, 3], [1, 0]),
     "sorted_soft_topk, epsilon": (
         (64, 256), lambda x: khot.sorted_soft_topk(x, 16, epsilon=torch.empty(64, device="cuda")),
         [1, 1], [1, 0],
