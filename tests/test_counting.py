@@ -354,6 +354,36 @@ def test_one_level_for_all_rows_is_that_level_of_each(name: str) -> None:
     assert torch.autograd.gradgradcheck(one, x[:1].clone().requires_grad_())
 
 
+@every_cdf
+def test_a_rounded_threshold_is_the_threshold_in_the_scores_dtype(name: str) -> None:
+    """As calls on a GPU ask for it, by the operator that serves all devices."""
+    cdf = cdfs.resolve(CDFS[name][0])
+    solve = OPERATORS["soft_topk"].spread
+    assert solve is not None
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[1, 0], x[2, 3] = -math.inf, math.inf
+    count, tau = torch.tensor([1.5, 2.0, 2.25]).double(), torch.tensor(0.7).double()
+
+    def rounded(x: Tensor, count: Tensor = count) -> Tensor:
+        return solve(x, count, tau, *cdf.key, "rounded", "")[0]
+
+    def threshold(x: Tensor, count: Tensor = count) -> Tensor:
+        _, hi, lo = solve(x, count, tau, *cdf.key, "threshold", "")
+        return (hi + lo).to(x.dtype)
+
+    v = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for derived in (
+        lambda f: f(x),
+        lambda f: f(x.float()),
+        lambda f: torch.func.vmap(f)(x, count),
+        lambda f: torch.func.jvp(f, (x, count), (v, v[:, 0]))[1],
+        lambda f: torch.func.jvp(f, (x.float(),), (v.float(),))[1],
+        lambda f: torch.func.grad(lambda x: f(x).sin().sum())(x.half()),
+        lambda f: torch.func.hessian(lambda x: f(x).sin().sum())(x),
+    ):
+        torch.testing.assert_close(derived(rounded), derived(threshold), rtol=1e-14, atol=1e-15)
+
+
 def test_levels_broadcast_outside_dim() -> None:
     x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     at = torch.tensor([0.1, -0.4], dtype=torch.float64).reshape(1, 2, 1)

@@ -129,6 +129,8 @@ def inverse_soft_count(
     x = arguments.rows(input, dim)
     count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]), by_value=True)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=one)
+    if one and x.is_cuda:
+        return threshold_map(x, count, tau, F, "rounded")[0]
     if one:
         _, hi, lo = threshold_map(x, count, tau, F, "threshold")
     elif by_scans(F) and min(count.shape[-1], x.shape[-1]) > _few(x).counts:

@@ -393,6 +393,32 @@ def test_thresholds_of_float32_have_the_digits_of_float64(
     assert (error_in_tau(got, want, tau) <= 1e-12 + size / tau * 2**-52).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["together", "alone", "past", "split"])
+def test_a_rounded_threshold_is_its_two_parts_in_the_scores_dtype(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, layout: str, dtype: torch.dtype
+) -> None:
+    """Also that of rows which are searched in float64, and of rows without a finite one."""
+    kernels = request.getfixturevalue("split" if layout == "split" else "kernels")
+    tile = {"together": (4, 1, 64, 1), "alone": (1, 2, 32, 1), "past": (1, 2, 16, 1, True)}.get(layout)
+    if tile:
+        monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(*tile))
+    x = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1], x[2, 3], x[3, ::2], x[4, ::2] = 1.0, torch.nan, -torch.inf, torch.inf
+    k = number([3.5, 3.5, 3.5, 20.0, 30.0, 0.0, 50.0])
+    args = (k, number(0.3), "logistic", 0.0)
+    t, hi, lo = kernels.soft_topk(x, *args, "rounded")
+    _, *parts = kernels.soft_topk(x, *args, "threshold")
+    _, *want = reference.soft_topk(x.double(), *args, "threshold")
+    assert t.dtype == dtype and t.shape == (7,)
+    assert t.isnan().tolist() == [i == 2 for i in range(7)] and t[5:].tolist() == [torch.inf, -torch.inf]
+    for a, b in zip((hi, lo, t), (*parts, (hi + lo).to(dtype)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        t, sum(want).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-12, equal_nan=True
+    )
+
+
 @pytest.mark.parametrize(("cdf", "steps"), [("logistic", 1), ("laplace", 1), ("normal", 1), ("power", 2)])
 @pytest.mark.parametrize("layout", ["together", "alone", "past"])
 def test_ordinary_thresholds_take_one_step_in_float64(

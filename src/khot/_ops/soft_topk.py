@@ -14,7 +14,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
-from khot._core.precision import wide_dtype
+from khot._core.precision import at_least_single, wide_dtype, widen
 from khot._core.rows import HERE, Row
 from khot._core.ways import by_kernel
 from khot._kernels.reference import implicit
@@ -35,7 +35,8 @@ def threshold_map(
     Args:
         x: (*batch, n).
         k, tau: broadcast with batch.
-        output: "y", "log" for log y, or "threshold" for neither of them.
+        output: "y", "log" for log y, "threshold" for neither of them; or, for x on a GPU, "rounded" for t in
+            x's dtype, which also carries its derivatives.
         row: says whether x is the whole rows or a shard of them.
 
     Returns:
@@ -62,7 +63,8 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        x, k, tau, name, shape, ctx.output = inputs
+        x, k, tau, name, shape, output = inputs
+        ctx.rounded, ctx.output = output == "rounded", "threshold" if output == "rounded" else output
         out, hi, lo = outputs
         ctx.key, ctx.k_like = (name, shape), (k.shape, k.dtype)
         ctx.cdf = F = cdfs.resolve(name, shape)  # kept, so that a user's CDF lives as long as the graph
@@ -74,6 +76,9 @@ class _Rule(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Any, _: Any, grad_lo: Any) -> tuple[Any, ...]:
         x, tau, hi, lo, y = ctx.saved_tensors
+        if ctx.rounded and grad is not None:
+            of_t = at_least_single(grad)  # the kernels take no half precision for numbers of rows
+            grad_lo, grad = of_t if grad_lo is None else of_t + grad_lo, None
         if grad is None:
             grad = x.new_zeros((*x.shape[:-1], 0) if ctx.output == "threshold" else x.shape)
         if grad_lo is None:  # this is so for every first derivative of y
@@ -82,7 +87,7 @@ class _Rule(Rule):
             backward = _soft_topk_backward.on(ctx.group, ctx.cdf)
             dx, dk, dtau = backward(grad, grad_lo, x, hi, lo, tau, *ctx.key, ctx.output, y)
         else:
-            dx, _, dk, dtau = implicit.vjp(grad, grad_lo, _solved(ctx, x, hi, lo, tau))
+            dx, _, dk, dtau = implicit.vjp(grad, widen(grad_lo), _solved(ctx, x, hi, lo, tau))
         k_shape, k_dtype = ctx.k_like
         grad_k = dk.sum_to_size(k_shape).to(k_dtype) if ctx.needs_input_grad[1] else None
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
@@ -92,14 +97,14 @@ class _Rule(Rule):
     def jvp(ctx: Any, dx: Tensor | None, dk: Tensor | None, dtau: Tensor | None, *_: None) -> Any:
         x, tau, hi, lo, _y = ctx.saved_tensors
         out, dlo = implicit.jvp(dx, None, dk, dtau, _solved(ctx, x, hi, lo, tau))
-        return out, None, dlo
+        return dlo.to(x.dtype) if ctx.rounded else out, None, dlo
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
         if not arguments.shows_nan(outputs[1]):  # before anything is prepared for the message
             return
         x, k, tau, _, _, output, *group = inputs
-        name = "count" if output == "threshold" else "k"
+        name = "count" if output in ("threshold", "rounded") else "k"
         arguments.explain_nan(outputs[1], x, k, tau, name=name, count=rows.of(*group).count)
 
 
@@ -111,7 +116,7 @@ def _fake(
     x: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = x.shape[:-1]
-    out = x.new_empty((*batch, 0) if output == "threshold" else x.shape)
+    out = x.new_empty({"threshold": (*batch, 0), "rounded": batch}.get(output, x.shape))
     hi = x.new_empty(batch, dtype=wide_dtype(x.device))
     return out, hi, torch.empty_like(hi)
 

@@ -37,7 +37,7 @@ def soft_topk(
         x: (*batch, n).
         k, tau: broadcast with batch.
         cdf, shape: as for :func:`khot.cdfs.resolve`.
-        output: "y", "log", or "threshold" (the first result is then empty).
+        output: "y", "log", "threshold" (the first result is then empty), or "rounded" (it is then t).
         group: the names of the process groups that the rows are spread over; "" for whole rows.
 
     Returns:
@@ -49,6 +49,8 @@ def soft_topk(
     hi, lo, _ = solve(x, k, tau, F, row)
     if output == "threshold":
         return x.new_empty(*batch, 0), hi, lo
+    if output == "rounded":
+        return (hi + lo).to(x.dtype), hi, lo
     apply = F.log_cdf if output == "log" else F.cdf
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for part, tile in tiles(x):

@@ -295,7 +295,7 @@ def soft_topk(
         *source, *k, *tau, hi, lo, state, counter, left, n, cut.length, cut.parts, *layout.power(F),
         **which, PARTS=triton.next_power_of_2(cut.parts),
     )  # fmt: skip
-    if output != "threshold":
+    if output not in ("threshold", "rounded"):
         launch(
             _write_fine, rows * cut.parts,
             *source, *tau, out, hi, lo, n, cut.length, cut.parts, *layout.power(F),

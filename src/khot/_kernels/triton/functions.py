@@ -33,8 +33,8 @@ TRAITS = tl.constexpr(
         Traits(False, "plain", None, None, 1e-9),
     )
 )
-OUTPUTS = {"y": 0, "log": 1, "threshold": 2}
-VALUE, LOG, THRESHOLD = (tl.constexpr(i) for i in OUTPUTS.values())
+OUTPUTS = {"y": 0, "log": 1, "threshold": 2, "rounded": 2}
+VALUE, LOG, THRESHOLD = (tl.constexpr(i) for i in range(3))
 HUGE = tl.constexpr(torch.finfo(torch.float64).max)  # hi = lo = ±HUGE stands for t = ±inf
 TINY = tl.constexpr(1e-290)
 

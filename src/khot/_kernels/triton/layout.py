@@ -244,7 +244,7 @@ def steep(F: cdfs.CDF, output: str) -> bool:
     """Whether results need more digits of the threshold than float32 finds: the threshold itself; and where
     their slope has no bound, at the end of a compact support: that of log F, and of F itself with p > 2."""
     unbounded = power(F)[0] < 1 or output == "log"
-    return output == "threshold" or (unbounded and not F.full_support)
+    return output in ("threshold", "rounded") or (unbounded and not F.full_support)
 
 
 def compute(dtype: torch.dtype, tau: Tensor | None = None) -> tl.dtype:

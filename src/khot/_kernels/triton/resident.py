@@ -20,7 +20,7 @@ from khot._core import eager
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, wide
+from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, store, wide
 from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.polish import polish
@@ -144,6 +144,13 @@ def result(x, given, CDF: tl.constexpr, OUTPUT: tl.constexpr, WHOLE: tl.constexp
 
 
 @triton.jit
+def _store_rounded(pointer, row, t, there):
+    """The threshold in the scores' dtype, if it is asked for."""
+    if pointer is not None:
+        store(pointer + row, t, there)
+
+
+@triton.jit
 def _solve_exactly(
     row, x_pointer, x_stride, k, tau, out_pointer, hi_pointer, lo_pointer, n, power,
     CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
@@ -155,7 +162,9 @@ def _solve_exactly(
     hi, lo = find_exactly(source, k, tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
     tl.store(hi_pointer + row, hi)
     tl.store(lo_pointer + row, lo)
-    if OUTPUT != THRESHOLD:
+    if OUTPUT == THRESHOLD:
+        _store_rounded(out_pointer, row, hi + lo, row >= 0)
+    else:
         write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_COUNT, OUTPUT, CHUNK)
 
 
@@ -203,7 +212,9 @@ def solve_rows(
         lo = high_rest + fine_lo.to(tl.float32)
     tl.store(hi_pointer + row, fine_hi, mask=ok)
     tl.store(lo_pointer + row, fine_lo, mask=ok)
-    if OUTPUT != THRESHOLD:
+    if OUTPUT == THRESHOLD:
+        _store_rounded(out_pointer, row, fine_hi + fine_lo, ok)
+    else:
         values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
         to = out_pointer + entries(row, n_columns, column, TOGETHER)
         if STREAM:
@@ -265,9 +276,20 @@ def soft_topk(
 ) -> None:
     """Fill out, hi and lo."""
     start, programs, power = _variant(rows, n, F, output)
-    arguments = (*source, *k, *tau, out, hi, lo, rows, n, EVALUATIONS, *power)
+    arguments = (
+        *source,
+        *k,
+        *tau,
+        None if output == "threshold" else out,
+        hi,
+        lo,
+        rows,
+        n,
+        EVALUATIONS,
+        *power,
+    )
     start(programs, *arguments)
-    if eager.launching and output != "threshold":
+    if eager.launching and output in ("y", "log"):
         native.prepare("soft_topk", source[0], start, programs, arguments, F.name, output == "log")
 
 

@@ -39,7 +39,10 @@ def soft_topk(
     if n == 0:
         return reference.soft_topk(x, k, tau, cdf, shape, output)
     F = cdfs.resolve(cdf, shape)
-    out = x.new_empty((*batch, 0)) if output == "threshold" else layout.like(x)
+    if output in ("threshold", "rounded"):
+        out = x.new_empty((*batch, 0) if output == "threshold" else batch)
+    else:
+        out = layout.like(x)
     hi = x.new_empty(batch, dtype=torch.float64)
     lo = torch.empty_like(hi)
     rows = hi.numel()
@@ -51,13 +54,18 @@ def soft_topk(
     if fine and n <= layout.RESIDENT:
         left = layout.rest(k, goal)
         exact.solve(source, NO_COSTS, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
-        return out, hi, lo
+        return _rounded(out, hi, lo, output), hi, lo
     splits = layout.splits(rows, n)
     kernels = split if splits else resident
     if fine or (splits and layout.steep(F, output)):
         kernels = exact_split
     kernels.soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
-    return out, hi, lo
+    return out if kernels is resident else _rounded(out, hi, lo, output), hi, lo
+
+
+def _rounded(out: Tensor, hi: Tensor, lo: Tensor, output: str) -> Tensor:
+    """What a kernel leaves that does not write a rounded threshold itself."""
+    return torch.add(hi, lo, out=out) if output == "rounded" else out
 
 
 def soft_topk_backward(
