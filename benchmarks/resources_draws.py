@@ -137,6 +137,8 @@ def cases() -> list[Case]:
             _tile(counts._count_densities, cdf, 32, bound, **many)
             for cdf, bound in enumerate((90, 75, 80, 71, 119))
         ),
+        _tile(counts._pull_row, 0, 1, 90, **many)._replace(spills=1),
+        _tile(counts._pull_row, 0, 32, 95, **many),
         *(_tile(counts._pull_entries, cdf, 32, bound) for cdf, bound in enumerate((58, 44, 47, 40, 89))),
         *(_loss(*case) for case in LOSSES),
         *(
@@ -724,7 +726,7 @@ TYPES = {
     "place_pointer": "*i64", "grain": "fp32", "floor": "fp32",
     **{
         f"{name}_{half}": "fp32"
-        for name in ("tau", "k", "grad", "budget", "grad_lo", "epsilon")
+        for name in ("at", "tau", "k", "grad", "budget", "grad_lo", "epsilon")
         for half in ("high", "low")
     },
 }  # fmt: skip
