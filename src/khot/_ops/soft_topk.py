@@ -80,7 +80,7 @@ class _Rule(Rule):
             of_t = at_least_single(grad)  # the kernels take no half precision for numbers of rows
             grad_lo, grad = of_t if grad_lo is None else of_t + grad_lo, None
         if grad is None:
-            grad = x.new_zeros((*x.shape[:-1], 0) if ctx.output == "threshold" else x.shape)
+            grad = x.new_empty((*x.shape[:-1], 0)) if ctx.output == "threshold" else x.new_zeros(x.shape)
         if grad_lo is None:  # this is so for every first derivative of y
             grad_lo = arguments.unasked(hi)
         if by_kernel():
