@@ -297,15 +297,15 @@ PROJECTIONS = [
 # entries of a row, the bound, and the turns of an ordinary row, or 0 for everything
 SHORT_PROJECTIONS = [
     (short_projection._project_rows, 64, 620, 1),
-    (short_projection._project_rows, 64, 980, 2),
-    (short_projection._project_rows, 64, 970, 0),
+    (short_projection._project_rows, 64, 1_040, 2),
+    (short_projection._project_rows, 64, 1_030, 0),
     (short_projection._project_rows, 256, 780, 1),
-    (short_projection._project_rows, 1_024, 980, 1),
-    (short_projection._project_rows, 1_024, 1_700, 0),
+    (short_projection._project_rows, 1_024, 1_050, 1),
+    (short_projection._project_rows, 1_024, 1_800, 0),
     (short_projection._pull_rows, 64, 250, 0),
     (short_projection._pull_rows, 1_024, 320, 0),
 ]
-LONG_PROJECTIONS = [(1, 960), (0, 980)]
+LONG_PROJECTIONS = [(1, 1_060), (0, 1_010)]
 PULLED = [
     ("row", False, 710),
     ("row", True, 1_140),
