@@ -334,7 +334,7 @@ def _short_projection(kernel: Any, n: int, bound: float, turns: int) -> Case:
         shape += f", {turns} turn{'s' * (turns > 1)}" if turns else ", all"
     return Case(
         kernel, shape, {name: v for name, v in constants.items() if name in kernel.arg_names}, warps,
-        held / 32 / warps, bound, spills=4 if turns else 16, few=n == 64 and turns == 1,
+        held / 32 / warps, bound, spills=4 if turns else 20, few=n == 64 and turns == 1,
         limited=kernel is short_projection._project_rows,
         multiples=("z_stride", "w_row", "grad_row", "n"),
     )  # fmt: skip
