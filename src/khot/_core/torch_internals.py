@@ -262,8 +262,9 @@ def bag_products(vectors: Tensor, matrix: Tensor, indices: Tensor) -> Tensor:
     count, k = indices.shape
     entries = indices.reshape(-1).contiguous()
     bags = torch.arange(count, device=entries.device)
+    # where the bags begin is asked only without the bag of each entry
     products = torch.ops.aten._embedding_bag_per_sample_weights_backward.default(
-        vectors, matrix, entries, bags * k, bags.repeat_interleave(k, output_size=count * k), 0
+        vectors, matrix, entries, bags, bags.repeat_interleave(k, output_size=count * k), 0
     )
     return products.view(count, k)
 
@@ -273,12 +274,12 @@ def bag_gradient(weights: Tensor, vectors: Tensor, indices: Tensor, n: int) -> T
     ``torch.nn.functional.embedding_bag`` in its matrix."""
     count, k = indices.shape
     bags = torch.arange(count, device=indices.device)
-    # the sizes and maxima of the bags serve other modes than sums
+    # the sizes and maxima of the bags serve other modes than sums: these are not theirs
     return torch.ops.aten._embedding_bag_dense_backward.default(
         vectors,
         indices.reshape(-1).contiguous(),
         bags.repeat_interleave(k, output_size=count * k),
-        torch.full_like(bags, k),
+        bags,
         bags[:0],
         n,
         False,

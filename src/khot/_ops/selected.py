@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from khot._core.dispatch import Rule, define
-from khot._core.precision import without_autocast
+from khot._core.precision import in_dtype, without_autocast
 from khot._core.torch_internals import below_autograd, transforms_are_on
 from khot._kernels.reference import product as products
 from khot._kernels.reference import selected as kernels
@@ -134,7 +134,7 @@ def selected_sum(weights: Tensor, M: Tensor, indices: Tensor) -> Tensor:
     Returns:
         (*batch, B, d), of M's dtype.
     """
-    weights = weights.to(M.dtype)
+    weights = in_dtype(weights, M.dtype)
     if M.dim() == 2 and weights.dim() != 2:
         rows, k = math.prod(indices.shape[:-1]), indices.shape[-1]
         sums = _sum(weights.reshape(rows, k), M, indices.reshape(rows, k))
@@ -246,8 +246,8 @@ class _Sum(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         w, M, i = ctx.saved_tensors
-        dw = _dot(grad, M, i, None, None).to(w.dtype) if ctx.needs_input_grad[0] else None
-        dM = _outer(w, grad, i, M.shape[-2]).to(M.dtype) if ctx.needs_input_grad[1] else None
+        dw = in_dtype(_dot(grad, M, i, None, None), w.dtype) if ctx.needs_input_grad[0] else None
+        dM = in_dtype(_outer(w, grad, i, M.shape[-2]), M.dtype) if ctx.needs_input_grad[1] else None
         return dw, dM, None
 
     @staticmethod
@@ -269,13 +269,14 @@ class _Dot(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         v, M, i = ctx.saved_tensors
-        dv = _sum(grad.to(M.dtype), M, i).to(v.dtype) if ctx.needs_input_grad[0] else None
-        dM = _outer(grad, v, i, M.shape[-2]).to(M.dtype) if ctx.needs_input_grad[1] else None
+        dv = in_dtype(_sum(in_dtype(grad, M.dtype), M, i), v.dtype) if ctx.needs_input_grad[0] else None
+        dM = in_dtype(_outer(grad, v, i, M.shape[-2]), M.dtype) if ctx.needs_input_grad[1] else None
         dbias = None
         if ctx.needs_input_grad[3]:
             shape, dtype = ctx.bias
             entries = (*i.shape[:-2], i.shape[-2] * i.shape[-1])
-            dbias = grad.new_zeros(shape).scatter_add(-1, i.reshape(entries), grad.reshape(entries)).to(dtype)
+            sums = grad.new_zeros(shape).scatter_add(-1, i.reshape(entries), grad.reshape(entries))
+            dbias = in_dtype(sums, dtype)
         return dv, dM, None, dbias, None
 
     @staticmethod
@@ -301,8 +302,8 @@ class _Outer(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         w, v, i = ctx.saved_tensors
-        dw = _dot(v, grad, i, None, None).to(w.dtype) if ctx.needs_input_grad[0] else None
-        dv = _sum(w.to(grad.dtype), grad, i).to(v.dtype) if ctx.needs_input_grad[1] else None
+        dw = in_dtype(_dot(v, grad, i, None, None), w.dtype) if ctx.needs_input_grad[0] else None
+        dv = in_dtype(_sum(in_dtype(w, grad.dtype), grad, i), v.dtype) if ctx.needs_input_grad[1] else None
         return dw, dv, None, None
 
     @staticmethod

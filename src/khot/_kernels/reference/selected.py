@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from khot._core.precision import without_autocast
+from khot._core.precision import in_dtype, without_autocast
 from khot._core.torch_internals import bag_gradient, bag_products
 
 __all__ = [
@@ -60,7 +60,8 @@ def selected_dot(
     if compiling or few or not i.numel() or not M.numel():
         return gathered_dot(v, M, i, bias, known)
     matrix, rows = _as_one(M, i)
-    products = bag_products(v.reshape(-1, v.shape[-1]).to(dtype), matrix.to(dtype), rows).view(i.shape)
+    vectors = in_dtype(v.reshape(-1, v.shape[-1]), dtype)
+    products = bag_products(vectors, in_dtype(matrix, dtype), rows).view(i.shape)
     return products if bias is None else products + entries(bias, i)
 
 
@@ -72,14 +73,14 @@ def selected_outer(w: Tensor, v: Tensor, i: Tensor, n: int) -> Tensor:
     dtype, batch, d = wide(w, v), i.shape[:-2], v.shape[-1]
     if not w.numel() or not d:
         return v.new_zeros(*batch, n, d, dtype=dtype)
-    rows = (i + _starts(batch, n, i)).reshape(-1, i.shape[-1])
-    weights, vectors = w.reshape(rows.shape).to(dtype), v.reshape(-1, d).to(dtype)
+    rows = _rows(batch, n, i).reshape(-1, i.shape[-1])
+    weights, vectors = in_dtype(w.reshape(rows.shape), dtype), in_dtype(v.reshape(-1, d), dtype)
     return bag_gradient(weights, vectors, rows, math.prod(batch) * n).view(*batch, n, d)
 
 
 def gathered(M: Tensor, i: Tensor) -> Tensor:
     """M[i], (*batch, B, k, d)."""
-    rows = (i + _starts(M.shape[:-2], M.shape[-2], i)).flatten()
+    rows = _rows(M.shape[:-2], M.shape[-2], i).flatten()
     # a fifth of the time of an index in brackets
     return M.flatten(0, -2).index_select(0, rows).view(*i.shape, M.shape[-1])
 
@@ -103,7 +104,7 @@ def gathered_dot(
 def gathered_outer(w: Tensor, v: Tensor, i: Tensor, n: int) -> Tensor:
     batch, d, dtype = i.shape[:-2], v.shape[-1], wide(w, v)
     terms = w.to(dtype).unsqueeze(-1) * v.to(dtype).unsqueeze(-2)
-    rows = (i + _starts(batch, n, i)).reshape(-1)
+    rows = _rows(batch, n, i).reshape(-1)
     sums = terms.new_zeros(math.prod(batch) * n, d).index_add(0, rows, terms.reshape(rows.shape[0], d))
     return sums.view(*batch, n, d)
 
@@ -113,11 +114,12 @@ def wide(a: Tensor, b: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
 
 
-def _starts(batch: torch.Size, n: int, i: Tensor) -> Tensor | int:
-    """Where the n rows of each matrix of the batch begin, if all of them are one below the other."""
+def _rows(batch: torch.Size, n: int, i: Tensor) -> Tensor:
+    """The indices as rows of one matrix: the n rows of each matrix of the batch, one below the other."""
     if not batch:
-        return 0
-    return (torch.arange(math.prod(batch), device=i.device, dtype=i.dtype) * n).view(*batch, 1, 1)
+        return i
+    starts = torch.arange(math.prod(batch), device=i.device, dtype=i.dtype) * n
+    return i + starts.view(*batch, 1, 1)
 
 
 def _as_one(M: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +128,7 @@ def _as_one(M: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
     shared = all(size == 1 or step == 0 for size, step in zip(batch, M.stride(), strict=False))
     if shared:  # as what torch.vmap does not map
         return M[(0,) * len(batch)], i.reshape(rows)
-    return M.reshape(-1, M.shape[-1]), (i + _starts(batch, M.shape[-2], i)).reshape(rows)
+    return M.reshape(-1, M.shape[-1]), _rows(batch, M.shape[-2], i).reshape(rows)
 
 
 def entries(bias: Tensor, i: Tensor) -> Tensor:
