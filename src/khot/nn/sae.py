@@ -79,7 +79,7 @@ class _Idle:
     looked at.
 
     Attributes:
-        idle: (n,), which latents are idle.
+        busy: (n,), which latents are not idle.
         columns: the indices of the latents that are looked at; None: all.
         count: how many are chosen for each input.
         values, indices: the pre-activations of what was chosen, or 0 where fewer are idle, and their indices,
@@ -89,26 +89,28 @@ class _Idle:
     values: Tensor
     indices: Tensor
 
-    def __init__(self, idle: Tensor, count: int) -> None:
-        self.idle = idle
-        self.columns = idle.nonzero().squeeze(-1) if arguments.readable(idle) else None
+    def __init__(self, busy: Tensor, count: int) -> None:
+        self.busy = busy
+        self.columns = (~busy).nonzero().squeeze(-1) if arguments.readable(busy) else None
         self.count = count if self.columns is None else min(count, len(self.columns))
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def see(self, scores: Tensor) -> None:
-        """Look at scores, (..., n), without gradient."""
+        """Look at scores, (..., n), without gradient, and write to them."""
         every = self.columns is None
-        scores = scores.masked_fill(~self.idle, -math.inf) if every else scores[..., self.columns]
+        scores = scores.masked_fill_(self.busy, -math.inf) if every else scores[..., self.columns]
         values, indices = largest_entries(scores, self.count, True, True)
         self._parts.append((values, indices if self.columns is None else self.columns[indices]))
 
     def take(self, shape: torch.Size, values: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Choose for inputs of this shape; ``values`` computes pre-activations, whose scores it is given, at
         given indices, differentiably."""
+        one = len(self._parts) == 1
         known, self.indices = (
-            torch.cat(part).view(*shape, self.count) for part in zip(*self._parts, strict=True)
+            (part[0] if one else torch.cat(part)).view(*shape, self.count)
+            for part in zip(*self._parts, strict=True)
         )
-        self.values = torch.where(known > -math.inf, values(known, self.indices), 0)
+        self.values = values(known, self.indices).masked_fill(~(known > -math.inf), 0)
 
 
 class TopKSAE(Grouped, LeftSoft):
@@ -418,15 +420,23 @@ class TopKSAE(Grouped, LeftSoft):
         if self._is_dense(input):
             return self._decode(self._encode(input))
         self._centre(input)
-        (values, indices), *_ = self._selected(input, (1.0,))
-        return self._decode(values, indices)
+        ((weights, indices),), _ = self._selected(input, (1.0,))
+        return selected_sum(weights, self.raw_decoder, indices) + self.bias
 
     def _loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
-        return self._loss_parts(input, kind).loss
+        loss, *_ = self._terms(input, kind)
+        return loss
 
     def _loss_parts(self, input: Tensor, kind: Loss = "log") -> LossParts:
+        loss, first, second, third, used = self._terms(input, kind)
+        third = torch.zeros_like(first) if third is None else third
+        number = at_least_single(used).sum(-1).mean()
+        return LossParts(loss, first.detach(), second.detach(), third.detach(), number)
+
+    def _terms(self, input: Tensor, kind: Loss) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """The loss and its three terms, the last of which may be None, and which latents each input uses."""
         self._centre(input)
-        idle = self._idle()  # before this batch
+        busy = self._busy()  # before this batch
         if self._is_dense(input):
             a = self._activations(input)
             scores, values = self._scores(a), self._values(a)
@@ -436,21 +446,18 @@ class TopKSAE(Grouped, LeftSoft):
             self._follow(scores, near)
             rest, first = self._error(input, near * values)
             _, second = self._error(input, far * values)
-            again = None if idle is None else self._again(a, idle)
+            again = None if busy is None else self._again(a, busy)
         else:
-            others = None if idle is None else _Idle(idle, self._count_of(AGAIN))
-            selected = self._selected(input, (1.0, WIDER), others)
-            used = selected[0][0].abs() > 0
-            rest, first, second = self._errors(input, *selected)
+            others = None if busy is None else _Idle(busy, self._count_of(AGAIN))
+            (near, far), used = self._selected(input, (1.0, WIDER), others)
+            rest, first, second = self._errors(input, near, far)
             again = None if others is None else self._sum(others.values, others.indices)
-        loss, third = first + SHARE * second, torch.zeros_like(first)
-        if idle is not None and again is not None:
+        loss, third = first + SHARE * second, None
+        if busy is not None and again is not None:
             error = F.mse_loss(at_least_single(again), rest.detach())
-            third = error if arguments.readable(idle) else torch.where(idle.any(), error, 0)
+            third = error if arguments.readable(busy) else error.masked_fill(busy.all(), 0)
             loss = loss + WEIGHT * third
-        loss = loss if kind == "mse" else self._log(loss, input)
-        number = at_least_single(used).sum(-1).mean()
-        return LossParts(loss, first.detach(), second.detach(), third.detach(), number)
+        return loss if kind == "mse" else self._log(loss, input), first, second, third, used
 
     def _log(self, loss: Tensor, input: Tensor) -> Tensor:
         """The logarithm of a loss, whose gradient is divided by the loss of the whole batch."""
@@ -464,21 +471,21 @@ class TopKSAE(Grouped, LeftSoft):
         whole = (total / count).clamp(min=smallest)
         return whole.log() + (loss - loss.detach()) / whole
 
-    def _idle(self) -> Tensor | None:
-        """Which latents are idle, (n,); None if it is known that none is to learn from it."""
+    def _busy(self) -> Tensor | None:
+        """Which latents are not idle, (n,); None if it is known that no idle one is to learn."""
         if self.revive is None:
             return None
         limit = self._limit()
-        idle = self._steady.read(self.idle, lambda: self.idle >= limit)
-        return None if arguments.readable(idle) and not idle.any() else idle
+        busy = self._steady.read(self.idle, lambda: self.idle < limit)
+        return None if arguments.readable(busy) and busy.all() else busy
 
     def _limit(self) -> Scalar:
         """After how many inputs without use a latent counts as idle."""
         return (REVIVE if self.revive is None else self.revive) * self.latents / current(self.k)
 
-    def _again(self, a: Tensor, idle: Tensor) -> Tensor:
+    def _again(self, a: Tensor, busy: Tensor) -> Tensor:
         """What the idle latents of largest pre-activations, (..., n), make together."""
-        scores = self._scores(a.detach()).masked_fill(~idle, -math.inf)
+        scores = self._scores(a.detach()).masked_fill(busy, -math.inf)
         chosen = masks.topk_mask(scores, available(current(self.k) * AGAIN, scores))
         return self._decode(chosen * a) - self.bias
 
@@ -657,20 +664,14 @@ class TopKSAE(Grouped, LeftSoft):
     def _errors(
         self, input: Tensor, near: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`_error` of some values and their indices, and the second result with more of them, too."""
+        """:meth:`_error` of some weights of rows of ``raw_decoder`` and their indices, and the second result
+        with more of them, too."""
         rests, first, second = [], [], []
         centred = at_least_single(input) - at_least_single(self.bias)
-        (values, at), (others, beyond) = near, more
-        # of all at once: that of many is that of the whole decoder
-        stretch = self._stretch(torch.cat((at, beyond), -1))
-        parts = [
-            (values * stretch[..., : at.shape[-1]], at),
-            (others * stretch[..., at.shape[-1] :], beyond),
-        ]
         for width in (self.latents, *self.widths):
             sums = [
                 selected_sum(w if width == self.latents else w * (at < width), self.raw_decoder, at)
-                for w, at in parts
+                for w, at in (near, more)
             ]
             rests.append(centred - sums[0])
             first.append(rests[-1].square().mean())
@@ -679,20 +680,26 @@ class TopKSAE(Grouped, LeftSoft):
 
     def _selected(
         self, input: Tensor, shares: Sequence[float], idle: _Idle | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The values and indices of the k selected latents of each input, counted, and of those that are
-        selected beyond them where k is multiplied by the second of the shares. Values may be 0."""
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """The rows of ``raw_decoder`` that make the reconstruction, as weights and indices: of the k selected
+        latents of each input, counted, and of those that are selected beyond them where k is multiplied by
+        the second of the shares; and which of the k are used. Weights may be 0."""
         if self.batch:
             return self._selected_together(input, shares, idle)
         m = self._count_of(1.0)
         values, indices = self._best(input, self._count_of(shares[-1]), idle)
-        self._count(values[..., :m].abs() > 0, indices[..., :m])
-        parts = [slice(None, m), slice(m, None)][: len(shares)]
-        return [(values[..., part], indices[..., part]) for part in parts]
+        used = self._are_used(values[..., :m])
+        self._count(used, indices[..., :m])
+        # of all at once: that of many is that of the whole decoder
+        weights = values * self._stretch(indices)
+        if len(shares) == 1:
+            return [(weights, indices)], used
+        sizes = [m, indices.shape[-1] - m]
+        return list(zip(weights.split(sizes, -1), indices.split(sizes, -1), strict=True)), used
 
     def _selected_together(
         self, input: Tensor, shares: Sequence[float], idle: _Idle | None
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """:meth:`_selected` of the batch, from the largest pre-activations of each input."""
         x, weight, bias = self._map(input)
         count = min(math.ceil(float(current(self.k)) * CANDIDATES), self.latents)
@@ -712,13 +719,16 @@ class TopKSAE(Grouped, LeftSoft):
         if idle is not None:
             idle.take(x.shape[:-1], lambda known, at: self._dot(x, weight, at, bias, known))
         near, far = chosen[0][..., :m], chosen[-1][..., :m]
-        self._count((values.abs() > 0) & (near > 0.5), indices[..., :m])
+        used = self._are_used(values) & (near > 0.5)
+        self._count(used, indices[..., :m])
         start = int(counts[0].min()) if counts[0].numel() else 0
         parts = [
             (values * near, indices[..., :m]),
             ((values * (far - near))[..., start:], indices[..., start:m]),
-        ]
-        return parts[: len(shares)]
+        ][: len(shares)]
+        stretch = self._stretch(torch.cat([at for _, at in parts], -1))
+        stretches = stretch.split([at.shape[-1] for _, at in parts], -1)
+        return [(w * each, at) for (w, at), each in zip(parts, stretches, strict=True)], used
 
     def _lowest(self, x: Tensor) -> Tensor:
         """The smallest entry that all processes have, 0-dim; ∞ if they have none."""
@@ -785,6 +795,10 @@ class TopKSAE(Grouped, LeftSoft):
         (total,) = shared.reduce([torch.full((), inputs, dtype=wide_dtype(a.device), device=a.device)])
         return k * total
 
+    def _are_used(self, values: Tensor) -> Tensor:
+        """Which entries of a code are used."""
+        return (values.abs() if self.signed else values) > 0
+
     @staticmethod
     def _uses(scores: Tensor, y: Tensor) -> Tensor:
         return (scores > 0) & (y > 0.5)
@@ -793,13 +807,17 @@ class TopKSAE(Grouped, LeftSoft):
         """Count the inputs since a latent was used, (..., n), or (..., m) at indices."""
         if not counts(self):
             return
-        inputs = torch.full((), math.prod(used.shape[:-1]), device=used.device)
         if indices is None:
-            times = used.reshape(-1, self.latents).any(0).long()
-        else:  # the sizes do not depend on values
-            times = torch.zeros_like(self.idle).scatter_add(0, indices.flatten(), used.flatten().long())
-        inputs, times = self._shared().reduce([inputs, times])
-        self._steady.write(self.idle, torch.where(times > 0, 0, self.idle + inputs.long()))
+            ever = used.reshape(-1, self.latents).any(0)
+        else:  # the sizes do not depend on values: what is not used counts for a latent after the last one
+            places = indices.masked_fill(~used, self.latents).flatten()
+            ever = used.new_zeros(self.latents + 1).scatter_(0, places, True)[:-1]
+        inputs: int | Tensor = math.prod(used.shape[:-1])
+        if not self._shared().here:
+            sums = [torch.full((), inputs, device=used.device), ever.long()]
+            inputs, times = self._shared().reduce(sums)
+            inputs, ever = inputs.long(), times > 0
+        self._steady.write(self.idle, (self.idle + inputs).masked_fill(ever, 0))
 
     def _cure(self) -> str:
         return f"{super()._cure()}, set hard=True, or leave out tau"
@@ -857,7 +875,8 @@ def _lengths(rows: Tensor) -> Tensor:
 def _ratio(lengths: Tensor, rows: Tensor) -> Tensor:
     """What gives rows these lengths; 0 of a row of zeros, which has no direction, and so no gradient."""
     own = _lengths(rows)
-    return lengths / own.masked_fill(own < torch.finfo(own.dtype).tiny, math.inf)
+    number = torch.finfo(own.dtype)
+    return lengths / F.threshold(own, number.tiny * (1 - number.eps), math.inf)
 
 
 def _raw(effective: dict[str, Tensor]) -> dict[str, Tensor]:
