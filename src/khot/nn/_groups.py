@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -48,9 +49,10 @@ class Groups(NamedTuple):
         best = topk(sums, self.top).indices
         return torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
 
-    def of_experts(self, values: Tensor, num_experts: int) -> Tensor:
-        """Values of groups as values of their experts."""
-        return values.repeat_interleave(num_experts // self.number, -1)
+    def offered(self, scores: Tensor, closed: Tensor) -> Tensor:
+        """The scores, −∞ in closed groups."""
+        each = scores.unflatten(-1, (self.number, -1))
+        return each.masked_fill(closed.unsqueeze(-1), -math.inf).flatten(-2)
 
     def describe(self) -> dict[str, int]:
         """For the repr of a layer; nothing where all groups may be used."""

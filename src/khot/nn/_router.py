@@ -44,18 +44,20 @@ class Routing(NamedTuple):
 save_in_exports(Routing, "khot.nn.Routing")
 
 
-def tokens_of(router: Any, input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The tokens (..., n, in_features) of a router, 0 where they are padding, and the mask (..., n)."""
+def tokens_of(router: Any, input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tokens (..., n, in_features) of a router, 0 where they are padding, the mask (..., n), and its
+    opposite, which are both None if there is no padding."""
     check_width(input, router.in_features, router)
     if input.dim() < 2:
         raise ValueError(
             f"input must have shape (..., n, {router.in_features}) for this {type(router).__name__}, but got "
             f"shape {tuple(input.shape)}"
         )
-    if mask is not None:
-        mask = arguments.mask_rows(mask, input[..., 0], -1)
-        input = input.masked_fill(~mask.unsqueeze(-1), 0)
-    return input, mask
+    if mask is None:
+        return input, None, None
+    mask = arguments.mask_rows(mask, input[..., 0], -1)
+    padding = ~mask
+    return input.masked_fill(padding.unsqueeze(-1), 0), mask, padding
 
 
 def evenness(load: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class Router(LeftSoft):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Routing:
-        input, mask = tokens_of(self, input, mask)
+        input, mask, _ = tokens_of(self, input, mask)
         wide = torch.promote_types(input.dtype, torch.float32)
         with without_autocast(input.device):
             x = in_dtype(input, wide)

@@ -280,7 +280,7 @@ class QuantileBalancer(Biased):
         if not self._groups.all:
             sums = self._groups.sums(biased)
             closed = self._groups.closed(sums)
-            offered = biased.masked_fill(self._groups.of_experts(closed, self.num_experts), -math.inf)
+            offered = self._groups.offered(biased, closed)
             if observes:
                 groups = sums, topk(sums, self._groups.top + 1).values, closed
         values, best = topk(offered, self.k + observes)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from khot import masks
+from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
 from khot.cdfs import CDF, CDFName
 from khot.nn._router import Router
@@ -78,11 +79,16 @@ class ExpertChoiceRouter(Router):
 
     def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = scores.mT  # tokens last
-        if mask is None:
-            n = torch.full(rows.shape[:-2], rows.shape[-1], dtype=wide_dtype(rows.device), device=rows.device)
-        else:
-            n, mask = widen(mask.sum(-1)), mask.unsqueeze(-2)
-        k = torch.minimum((current(self.capacity) * n / self.num_experts).clamp(min=1), n).unsqueeze(-1)
+        capacity, n = current(self.capacity), rows.shape[-1]
+        k: Scalar
+        if mask is None and not (isinstance(capacity, Tensor) or torch.compiler.is_compiling()):
+            k = min(max(capacity * n / self.num_experts, 1), n)
+        else:  # in a trace, a number would fix the number of tokens
+            if mask is None:
+                tokens = torch.full(rows.shape[:-2], n, dtype=wide_dtype(rows.device), device=rows.device)
+            else:
+                tokens, mask = widen(mask.sum(-1)), mask.unsqueeze(-2)
+            k = torch.minimum((capacity * tokens / self.num_experts).clamp(min=1), tokens).unsqueeze(-1)
         if self.training:
             selection = masks.soft_topk(rows, k, tau=current(self.tau), cdf=self.cdf, mask=mask)
             self._note(selection)

@@ -97,9 +97,9 @@ class MixtureOfExperts(nn.Module):
         k = routing.indices.shape[-1]
         experts, order = routing.indices.flatten().sort(stable=True)
         sizes = experts.bincount(minlength=len(self.experts) + 1).tolist()
-        parts = [i // k for i in order.split(sizes)[:-1]]
+        parts = (order // k).split(sizes)[:-1]
         shares = routing.topk_weights.flatten()[order].split(sizes)[:-1]
-        return self._sum(x, parts, list(shares))
+        return self._sum(x, list(parts), list(shares))
 
     def _sum(self, x: Tensor, parts: list[Tensor], shares: list[Tensor]) -> Tensor:
         """The sum of what each expert makes of its part of the tokens, times its weights."""
@@ -109,6 +109,6 @@ class MixtureOfExperts(nn.Module):
             y: Tensor = expert(tokens[i])
             if output is None:
                 output = y.new_zeros(tokens.shape[0], y.shape[-1])
-            output = output.index_add(0, i, w.unsqueeze(-1).to(y.dtype) * y)
+            output.index_add_(0, i, w.unsqueeze(-1).to(y.dtype) * y)
         assert output is not None
         return output.unflatten(0, x.shape[:-1])

@@ -179,7 +179,7 @@ class TopKRouter(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> TopKRouting:
-        input, mask = tokens_of(self, input, mask)
+        input, mask, padding = tokens_of(self, input, mask)
         wide = torch.promote_types(input.dtype, torch.float32)
         with without_autocast(input.device):
             x = in_dtype(input, wide)
@@ -194,28 +194,31 @@ class TopKRouter(nn.Module):
         if self.scale != 1:
             weights = weights * self.scale
         sizes, dropped = logits.logsumexp(-1).square(), logits.new_zeros(())
-        # without padding and a capacity all choices are taken, and their number is known
-        taken = None if mask is None else mask.unsqueeze(-1).expand_as(indices)
+        # which choices are none; without padding and a capacity all are taken, and their number is known
+        lost = None if padding is None else padding.unsqueeze(-1)
         tokens: int | Tensor = max(1, sizes.numel())
+        if lost is None:  # autograd has kept these, and they may be some columns of more
+            indices = indices.clone(memory_format=torch.contiguous_format)
+        else:
+            indices = indices.masked_fill(lost, self.num_experts)
         if mask is not None:
             tokens, sizes = mask.sum().to(wide).clamp(min=1), sizes * mask
-        count = self._counts(indices, taken)
+        count = self._counts(indices)
         if self.capacity is not None:
-            if taken is None:
-                taken = torch.ones_like(indices, dtype=torch.bool)
             if not isinstance(tokens, Tensor):
                 tokens = torch.full((), tokens, dtype=wide, device=x.device)
             most = (self.capacity * self.k * tokens / self.num_experts).ceil()
-            kept = self._within(indices, taken, most)
-            choices = count.sum()
-            dropped = (choices - kept.sum()) / choices.to(wide).clamp(min=1)
-            count, taken = self._counts(indices, kept), kept
-        if taken is not None:
-            weights = weights.masked_fill(~taken, 0)
-            indices = indices.masked_fill(~taken, self.num_experts)
-        else:  # autograd has kept these, and they may be some columns of more
-            indices = indices.clone(memory_format=torch.contiguous_format)
-        load = count.to(wide) / tokens
+            beyond = self._beyond(indices, most)
+            if lost is None:
+                lost, dropped = beyond, beyond.sum().to(wide) / max(1, indices.numel())
+            else:
+                lost, choices = beyond | lost, count.sum()
+                # padding is lost, but not dropped
+                dropped = (lost.sum() - (indices.numel() - choices)).to(wide) / choices.clamp(min=1)
+            indices, count = indices.masked_fill_(lost, self.num_experts), count.minimum(most)
+        if lost is not None:
+            weights = weights.masked_fill(lost, 0)
+        load = in_dtype(count, wide) / tokens
         weights = in_dtype(weights, input.dtype)
         return TopKRouting(weights, indices, logits, load, evenness(load), dropped, sizes.sum() / tokens)
 
@@ -225,24 +228,21 @@ class TopKRouter(nn.Module):
             return indices
         scores = scores.detach()
         if not self._groups.all:
-            closed = self._groups.closed(self._groups.sums(scores))
-            scores = scores.masked_fill(self._groups.of_experts(closed, self.num_experts), -math.inf)
+            scores = self._groups.offered(scores, self._groups.closed(self._groups.sums(scores)))
         return topk(scores, self.k).indices
 
-    def _counts(self, indices: Tensor, taken: Tensor | None) -> Tensor:
-        """How many tokens each expert gets, in int64, of the choices that are taken; None: of all."""
-        chosen = indices.flatten()
-        ones = torch.ones_like(chosen) if taken is None else taken.flatten().long()
-        return indices.new_zeros(self.num_experts).scatter_add(0, chosen, ones)
+    def _counts(self, indices: Tensor) -> Tensor:
+        """How many tokens each expert gets, in int64."""
+        zeros = indices.new_zeros(self.num_experts + 1)  # the last is none
+        return zeros.scatter(0, indices.flatten(), 1, reduce="add")[:-1]
 
-    def _within(self, indices: Tensor, taken: Tensor, most: Tensor) -> Tensor:
-        """Which choices are among the first ``most`` of their expert."""
-        experts = indices.masked_fill(~taken, self.num_experts).flatten()
+    def _beyond(self, indices: Tensor, most: Tensor) -> Tensor:
+        """Which choices are not among the first ``most`` of their expert."""
+        experts = indices.flatten()
         ordered, order = experts.sort(stable=True)
         first = torch.searchsorted(ordered, ordered)  # where the choices of the same expert begin
         place = torch.arange(ordered.shape[0], device=ordered.device) - first
-        kept = torch.empty_like(experts, dtype=torch.bool).scatter(0, order, place < most)
-        return kept.view_as(taken) & taken
+        return torch.empty_like(experts, dtype=torch.bool).scatter(0, order, place >= most).view_as(indices)
 
     def _check(self, balancer: object) -> None:
         if not isinstance(balancer, QuantileBalancer):
