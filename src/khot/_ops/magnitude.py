@@ -47,9 +47,10 @@ def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float, row: Row 
     lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
     hi, lo, tau = (v.unsqueeze(-1) for v in (hi, lo, tau))
     # infinities are masked, because the gradient would be 0·inf
-    finite = s.to(hi.dtype).masked_fill(s.isinf() | nothing, 0)
+    endless = s.isinf() | nothing
+    finite = s.to(hi.dtype).masked_fill(endless, 0)
     w = ((finite - hi.masked_fill(nothing, 0)) - lo.masked_fill(nothing, 0)) / tau
-    outside = (w <= 0) | s.isinf() | nothing
+    outside = (w <= 0) | endless
     w = w.masked_fill(outside, 1)
     Y = w ** (1 / (p - 1))
     alone = ((hi + lo <= Y) & ~outside) | (s == math.inf) | ((hi == 0) & (s == 0))

@@ -449,8 +449,8 @@ class TopKSAE(Grouped, LeftSoft):
             again = None if busy is None else self._again(a, busy)
         else:
             others = None if busy is None else _Idle(busy, self._count_of(AGAIN))
-            (near, far), used = self._selected(input, (1.0, WIDER), others)
-            rest, first, second = self._errors(input, near, far)
+            parts, used = self._selected(input, (1.0, WIDER), others)
+            rest, first, second = self._errors(input, *parts)
             again = None if others is None else self._sum(others.values, others.indices)
         loss, third = first + SHARE * second, None
         if busy is not None and again is not None:
@@ -812,12 +812,13 @@ class TopKSAE(Grouped, LeftSoft):
         else:  # the sizes do not depend on values: what is not used counts for a latent after the last one
             places = indices.masked_fill(~used, self.latents).flatten()
             ever = used.new_zeros(self.latents + 1).scatter_(0, places, True)[:-1]
-        inputs: int | Tensor = math.prod(used.shape[:-1])
-        if not self._shared().here:
-            sums = [torch.full((), inputs, device=used.device), ever.long()]
-            inputs, times = self._shared().reduce(sums)
-            inputs, ever = inputs.long(), times > 0
-        self._steady.write(self.idle, (self.idle + inputs).masked_fill(ever, 0))
+        inputs, shared = math.prod(used.shape[:-1]), self._shared()
+        if shared.here:
+            idle = self.idle + inputs
+        else:
+            of_all, times = shared.reduce([torch.full((), inputs, device=used.device), ever.long()])
+            idle, ever = self.idle + of_all.long(), times > 0
+        self._steady.write(self.idle, idle.masked_fill(ever, 0))
 
     def _cure(self) -> str:
         return f"{super()._cure()}, set hard=True, or leave out tau"
