@@ -29,6 +29,7 @@ __all__ = [
     "as_usual",
     "bag_gradient",
     "bag_products",
+    "bag_sums",
     "below_autograd",
     "collective_device",
     "copy_each",
@@ -254,6 +255,15 @@ def process_group(name: str) -> dist.ProcessGroup:
 def collective_device(group: dist.ProcessGroup) -> torch.device:
     """A device that the group's backend can communicate from."""
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
+def bag_sums(weights: Tensor, matrix: Tensor, indices: Tensor) -> Tensor:
+    """The sums Σ_j weights_bj matrix[indices_bj], (B, d): ``torch.nn.functional.embedding_bag``, whose checks
+    take as long as a launch."""
+    count, k = indices.shape
+    starts = torch.arange(0, count * k, k, device=indices.device)
+    entries, of_each = indices.reshape(-1).contiguous(), weights.reshape(-1).contiguous()
+    return torch.embedding_bag(matrix, entries, starts, False, 0, False, of_each)[0]
 
 
 def bag_products(vectors: Tensor, matrix: Tensor, indices: Tensor) -> Tensor:

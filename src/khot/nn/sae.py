@@ -695,7 +695,9 @@ class TopKSAE(Grouped, LeftSoft):
         if len(shares) == 1:
             return [(weights, indices)], used
         sizes = [m, indices.shape[-1] - m]
-        return list(zip(weights.split(sizes, -1), indices.split(sizes, -1), strict=True)), used
+        near, far = zip(weights.split(sizes, -1), indices.split(sizes, -1), strict=True)
+        # or every sum, and every gradient of one, would make copies of its own
+        return [(w.contiguous(), at.contiguous()) for w, at in (near, far)], used
 
     def _selected_together(
         self, input: Tensor, shares: Sequence[float], idle: _Idle | None

@@ -13,10 +13,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from khot._core.precision import in_dtype, without_autocast
-from khot._core.torch_internals import bag_gradient, bag_products
+from khot._core.torch_internals import bag_gradient, bag_products, bag_sums
 
 __all__ = [
     "entries",
@@ -39,8 +38,7 @@ def selected_sum(w: Tensor, M: Tensor, i: Tensor) -> Tensor:
         return M.new_zeros(*i.shape[:-1], M.shape[-1])
     matrix, rows = _as_one(M, i)
     with without_autocast(w.device):
-        weights = w.reshape(rows.shape).contiguous()
-        sums = F.embedding_bag(rows.contiguous(), matrix, mode="sum", per_sample_weights=weights)
+        sums = bag_sums(w.reshape(rows.shape), matrix, rows)
     return sums.view(*i.shape[:-1], M.shape[-1])
 
 
