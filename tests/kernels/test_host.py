@@ -20,6 +20,7 @@ import khot
 from device import Device, Waits, backward, pretend, tensor
 from khot import cdfs
 from khot._kernels.reference import permutahedron
+from khot.nn._state import PASSES
 from operators import OPERATORS, Operator
 
 pytestmark = [
@@ -346,6 +347,54 @@ def test_launches(device: Device, name: str) -> None:
     if y.requires_grad:
         backward(y)
     assert len(device.kernels) == back[0] and len(device.torch) <= back[1], device
+
+
+#: A layer, a call of it, and what it takes forward and backward once its first passes are behind it.
+OF_LAYERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor], list[int], list[int]]] = {
+    "TopKRouter": (lambda: khot.nn.TopKRouter(N, 8, 2), lambda f, x: f(x).topk_weights, [1, 22], [0, 12]),
+    "TopKRouter, mask": (
+        lambda: khot.nn.TopKRouter(N, 8, 2),
+        lambda f, x: f(x, torch.empty(len(x), dtype=torch.bool, device="cuda")).topk_weights,
+        [1, 29], [0, 14],
+    ),
+    "TopKRouter, capacity": (
+        lambda: khot.nn.TopKRouter(N, 8, 2, capacity=1.25), lambda f, x: f(x).topk_weights, [1, 37], [0, 13],
+    ),
+    "TopKRouter, groups": (
+        lambda: khot.nn.TopKRouter(N, 8, 2, scores="sigmoid", groups=4, top_groups=2),
+        lambda f, x: f(x).topk_weights,
+        [3, 26], [0, 12],
+    ),
+    "TokenChoiceRouter": (
+        lambda: khot.nn.TokenChoiceRouter(N, 8, 2), lambda f, x: f(x).weights, [1, 18], [1, 5],
+    ),
+    "ExpertChoiceRouter": (
+        lambda: khot.nn.ExpertChoiceRouter(N, 8, 1.0), lambda f, x: f(x).weights, [1, 17], [1, 7],
+    ),
+    "TopKSAE": (lambda: khot.nn.TopKSAE(N, 4 * N, 8), lambda f, x: f(x), [1, 22], [0, 33]),
+    "TopKSAE, eval": (lambda: khot.nn.TopKSAE(N, 4 * N, 8).eval(), lambda f, x: f(x), [1, 15], [0, 33]),
+    "TopKSAE, loss": (lambda: khot.nn.TopKSAE(N, 4 * N, 8), lambda f, x: f(x, loss=True), [2, 54], [0, 103]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_layers_launch_little(device: Device, name: str) -> None:
+    """No more than these, as in :func:`test_launches`."""
+    make, call, forward, back = OF_LAYERS[name]
+    with torch.device("cuda"):
+        layer = make()
+    x = tensor(512, N)
+    for _ in range(PASSES):
+        call(layer, x)
+    device.forget()
+    y = call(layer, x)
+    assert len(device.kernels) == forward[0] and len(device.torch) <= forward[1], (
+        device.kernels,
+        device.torch,
+    )
+    device.forget()
+    backward(y)
+    assert len(device.kernels) == back[0] and len(device.torch) <= back[1], (device.kernels, device.torch)
 
 
 #: Operations of torch in an update of balancers of one kind, however many there are.
