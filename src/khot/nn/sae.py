@@ -17,7 +17,7 @@ from khot import cdfs, masks
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
-from khot._core.precision import at_least_single, wide_dtype, widen, without_autocast
+from khot._core.precision import at_least_single, in_dtype, wide_dtype, widen, without_autocast
 from khot._ops.product import product
 from khot._ops.selected import best_of_product, selected_dot, selected_sum
 from khot._ops.topk import largest_entries
@@ -784,9 +784,9 @@ class TopKSAE(Grouped, LeftSoft):
             # in float32 from the product on, of which near ties decide, and of numbers that are not rounded
             encoder = self.encoder
             return input, encoder, self.encoder_bias - product(self.bias, encoder.mT)
-        centred = (input - self.bias).to(torch.promote_types(self.shift.dtype, torch.float32))
-        # the gain goes to the inputs, which are fewer
-        return GAIN * centred, self.raw_encoder.to(centred.dtype), self.encoder_bias.to(centred.dtype)
+        centred = in_dtype(input - self.bias, _single(self.shift.dtype))
+        weight, bias = (in_dtype(x, centred.dtype) for x in (self.raw_encoder, self.encoder_bias))
+        return GAIN * centred, weight, bias  # the gain goes to the inputs, which are fewer
 
     def _size(self, a: Tensor, k: Scalar | None = None) -> Scalar:
         """How many latents a whole batch gets, k for each input."""

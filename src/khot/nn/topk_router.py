@@ -203,7 +203,7 @@ class TopKRouter(nn.Module):
             indices = indices.masked_fill(lost, self.num_experts)
         if mask is not None:
             tokens, sizes = mask.sum().to(wide).clamp(min=1), sizes * mask
-        count = self._counts(indices)
+        count = self._counts(indices, lost is not None)
         if self.capacity is not None:
             if not isinstance(tokens, Tensor):
                 tokens = torch.full((), tokens, dtype=wide, device=x.device)
@@ -231,10 +231,11 @@ class TopKRouter(nn.Module):
             scores = self._groups.offered(scores, self._groups.closed(self._groups.sums(scores)))
         return topk(scores, self.k).indices
 
-    def _counts(self, indices: Tensor) -> Tensor:
-        """How many tokens each expert gets, in int64."""
-        zeros = indices.new_zeros(self.num_experts + 1)  # the last is none
-        return zeros.scatter(0, indices.flatten(), 1, reduce="add")[:-1]
+    def _counts(self, indices: Tensor, some_lost: bool) -> Tensor:
+        """How many tokens each expert gets, in int64; whether some indices may stand for none."""
+        zeros = indices.new_zeros(self.num_experts + some_lost)
+        counts = zeros.scatter(0, indices.flatten(), 1, reduce="add")
+        return counts[:-1] if some_lost else counts
 
     def _beyond(self, indices: Tensor, most: Tensor) -> Tensor:
         """Which choices are not among the first ``most`` of their expert."""

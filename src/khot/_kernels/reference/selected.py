@@ -122,6 +122,8 @@ def _rows(batch: torch.Size, n: int, i: Tensor) -> Tensor:
 
 def _as_one(M: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
     """One matrix with all rows of M, and the indices (rows, k) into it."""
+    if M.dim() == i.dim() == 2:
+        return M, i
     batch, rows = M.shape[:-2], (math.prod(i.shape[:-1]), i.shape[-1])
     shared = all(size == 1 or step == 0 for size, step in zip(batch, M.stride(), strict=False))
     if shared:  # as what torch.vmap does not map
