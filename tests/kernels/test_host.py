@@ -351,19 +351,19 @@ def test_launches(device: Device, name: str) -> None:
 
 #: A layer, a call of it, and what it takes forward and backward once its first passes are behind it.
 OF_LAYERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor], list[int], list[int]]] = {
-    "TopKRouter": (lambda: khot.nn.TopKRouter(N, 8, 2), lambda f, x: f(x).topk_weights, [1, 22], [0, 12]),
+    "TopKRouter": (lambda: khot.nn.TopKRouter(N, 8, 2), lambda f, x: f(x).topk_weights, [1, 23], [0, 12]),
     "TopKRouter, mask": (
         lambda: khot.nn.TopKRouter(N, 8, 2),
         lambda f, x: f(x, torch.empty(len(x), dtype=torch.bool, device="cuda")).topk_weights,
-        [1, 29], [0, 14],
+        [1, 30], [0, 14],
     ),
     "TopKRouter, capacity": (
-        lambda: khot.nn.TopKRouter(N, 8, 2, capacity=1.25), lambda f, x: f(x).topk_weights, [1, 37], [0, 13],
+        lambda: khot.nn.TopKRouter(N, 8, 2, capacity=1.25), lambda f, x: f(x).topk_weights, [1, 38], [0, 13],
     ),
     "TopKRouter, groups": (
         lambda: khot.nn.TopKRouter(N, 8, 2, scores="sigmoid", groups=4, top_groups=2),
         lambda f, x: f(x).topk_weights,
-        [3, 26], [0, 12],
+        [3, 27], [0, 12],
     ),
     "TokenChoiceRouter": (
         lambda: khot.nn.TokenChoiceRouter(N, 8, 2), lambda f, x: f(x).weights, [1, 18], [1, 5],

@@ -233,8 +233,9 @@ class TopKRouter(nn.Module):
 
     def _counts(self, indices: Tensor, some_lost: bool) -> Tensor:
         """How many tokens each expert gets, in int64; whether some indices may stand for none."""
-        zeros = indices.new_zeros(self.num_experts + some_lost)
-        counts = zeros.scatter(0, indices.flatten(), 1, reduce="add")
+        chosen = indices.flatten()
+        zeros = chosen.new_zeros(self.num_experts + some_lost)
+        counts = zeros.scatter_add(0, chosen, torch.ones_like(chosen))
         return counts[:-1] if some_lost else counts
 
     def _beyond(self, indices: Tensor, most: Tensor) -> Tensor:
