@@ -14,7 +14,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
-from khot._core.precision import at_least_single, wide_dtype, widen
+from khot._core.precision import at_least_single, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._core.ways import by_kernel
 from khot._kernels.reference import implicit
@@ -87,7 +87,7 @@ class _Rule(Rule):
             backward = _soft_topk_backward.on(ctx.group, ctx.cdf)
             dx, dk, dtau = backward(grad, grad_lo, x, hi, lo, tau, *ctx.key, ctx.output, y)
         else:
-            dx, _, dk, dtau = implicit.vjp(grad, widen(grad_lo), _solved(ctx, x, hi, lo, tau))
+            dx, _, dk, dtau = implicit.vjp(grad, grad_lo.to(hi.dtype), _solved(ctx, x, hi, lo, tau))
         k_shape, k_dtype = ctx.k_like
         grad_k = dk.sum_to_size(k_shape).to(k_dtype) if ctx.needs_input_grad[1] else None
         grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
