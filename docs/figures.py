@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import khot
@@ -45,7 +46,7 @@ def shown(figure: Figure) -> str:
     parts = [
         [ax.get_title(loc="left") or ax.get_title(), [text.get_text() for text in ax.texts]]
         + [line.get_xydata().tolist() for line in ax.lines]
-        + [[bar.get_width(), bar.get_height()] for bar in ax.patches]
+        + [[bar.get_width(), bar.get_height()] for bar in ax.patches if isinstance(bar, Rectangle)]
         for ax in figure.axes
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
