@@ -79,7 +79,7 @@ def soft_count(
             return plain
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
-    at, one = _levels(at, "at", input, x, dim, low=-math.inf, by_value=True)
+    at, one = _levels(at, "at", input, x, dim, low=-math.inf)
     scans = by_scans(F) and not one and min(at.shape[-1], x.shape[-1]) > _few(x).levels
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=not scans)
     if at.device != x.device:  # a number, by value
@@ -127,7 +127,7 @@ def inverse_soft_count(
             return plain
     F = cdfs.resolve(cdf)
     x = arguments.rows(input, dim)
-    count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]), by_value=True)
+    count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=one)
     if one and x.is_cuda:
         return threshold_map(x, count, tau, F, "rounded")[0]
@@ -155,22 +155,14 @@ def _sorted_thresholds(x: Tensor, count: Tensor, tau: Tensor) -> tuple[Tensor, T
 
 
 def _levels(
-    value: Scalar,
-    name: str,
-    input: Tensor,
-    x: Tensor,
-    dim: int,
-    *,
-    low: float,
-    high: float = math.inf,
-    by_value: bool = False,
+    value: Scalar, name: str, input: Tensor, x: Tensor, dim: int, *, low: float, high: float = math.inf
 ) -> tuple[Tensor, bool]:
-    """The levels, and whether there is one per row: they broadcast with the batch then, otherwise they are
-    (*batch, m). ``by_value`` is as for :func:`khot._core.arguments.per_row`."""
+    """The levels, and whether there is one per row: they broadcast with the batch then, and a number goes by
+    value; otherwise they are (*batch, m)."""
     if isinstance(value, Tensor):
         arguments.check_real(value, name)  # first, because nested tensors have no shape
     if not isinstance(value, Tensor) or value.dim() < max(input.dim(), 1):
-        return arguments.per_row(value, name, x, low=low, high=high, by_value=by_value), True
+        return arguments.per_row(value, name, x, low=low, high=high, by_value=True), True
     arguments.check_has_values(value, name, input)
     levels = precision.on(x.device, value.movedim(dim, -1))
     if value.dim() != max(input.dim(), 1) or not arguments.broadcasts(levels.shape[:-1], x.shape[:-1]):

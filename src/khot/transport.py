@@ -87,9 +87,8 @@ def sorted_soft_topk(
     if normalize:
         # neither infinite entries nor a NaN (which makes its row NaN anyway) decide: at k/2 the cost is least
         finite = x.double().masked_fill(x - x != 0, k / 2)
-        cost = (torch.maximum(finite, torch.rsub(finite, k)) ** 2).amax(
-            -1
-        )  # of the anchors, 0 or k is the farthest
+        # of the anchors, 0 or k is the farthest
+        cost = (torch.maximum(finite, torch.rsub(finite, k)) ** 2).amax(-1)
         scaled = (epsilon * cost).clamp(1 / large(epsilon), large(epsilon))
         epsilon = scaled if number else scaled.where((epsilon > 0) & (epsilon < math.inf), math.nan)
     y = transported(x, k, epsilon)

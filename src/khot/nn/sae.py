@@ -879,6 +879,7 @@ def _ratio(lengths: Tensor, rows: Tensor) -> Tensor:
     """What gives rows these lengths; 0 of a row of zeros, which has no direction, and so no gradient."""
     own = _lengths(rows)
     number = torch.finfo(own.dtype)
+    # what is less than tiny becomes ∞, in one operation
     return lengths / F.threshold(own, number.tiny * (1 - number.eps), math.inf)
 
 

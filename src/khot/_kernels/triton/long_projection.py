@@ -51,6 +51,17 @@ def _of_one(z_at, w_at, at, inverse):
 
 
 @triton.jit
+def _sums_from(first, last, total, z_at, w_at, column, n, inverse, CHUNK: tl.constexpr):
+    """Σ (u − v), less those at the place `first` of each one's block, from there up to a chunk's places: of
+    the block `last` of the chunk before there is `total` already. And both for the next chunk."""
+    u, v = _scores(z_at, w_at, column, n, inverse)
+    u_first, v_first = _of_one(z_at, w_at, tl.maximum(first, 0), inverse)
+    _, sums = tl.associative_scan((first, (u - u_first) - (v - v_first)), 0, within)
+    sums += tl.where(first == last, total, 0.0)
+    return sums, tl.max(first), tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0))
+
+
+@triton.jit
 def _link(left_at, before_at, after_at, n, parts, CHUNK: tl.constexpr):
     """For each place the last one up to it, and the first one from it on, that is left."""
     tl.debug_barrier()
@@ -180,21 +191,16 @@ def _project_long_rows(
         tl.store(end_at + column, end, mask=column < n)
         most, next_end = tl.max(rest), tl.min(end)
     tl.debug_barrier()
-    current, total = parts * 0, tl.zeros((), tl.float64)
+    last, total = parts * 0, tl.zeros((), tl.float64)
     tl.store(sum_at, total)
     for part in range(parts):
         column = part * CHUNK + lane
         valid = column < n
         certain = valid & (tl.load(end_at + column, mask=valid, other=-1) == column)
-        start = tl.maximum(tl.associative_scan(tl.where(certain, column, 0), 0, greater), current)
+        start = tl.maximum(tl.associative_scan(tl.where(certain, column, 0), 0, greater), last)
         tl.store(begin_at + column, start, mask=valid)
-        u, v = _scores(z_at, w_at, column, n, inverse)
-        u_first, v_first = _of_one(z_at, w_at, start, inverse)
-        d = tl.where(valid, (u - u_first) - (v - v_first), 0.0)
-        _, sums = tl.associative_scan((start, d), 0, within)
-        sums += tl.where(start == current, total, 0.0)
+        sums, last, total = _sums_from(start, last, total, z_at, w_at, column, n, inverse, CHUNK)
         tl.store(sum_at + column + 1, sums, mask=valid)
-        current, total = tl.max(start), tl.sum(tl.where(lane == CHUNK - 1, sums, 0.0))
     tl.debug_barrier()
 
     for part in range(parts):
@@ -242,13 +248,9 @@ def _project_long_rows(
         column = part * CHUNK + lane
         valid = column < n
         first = tl.load(before_at + column, mask=valid, other=-2)
-        u, v = _scores(z_at, w_at, column, n, inverse)
-        u_first, v_first = _of_one(z_at, w_at, tl.maximum(first, 0), inverse)
-        _, sums = tl.associative_scan((first, (u - u_first) - (v - v_first)), 0, within)
-        sums += tl.where(first == last, total, 0.0)
+        sums, last, total = _sums_from(first, last, total, z_at, w_at, column, n, inverse, CHUNK)
         after = tl.load(after_at + column + 1, mask=column + 1 < n, other=n)
         tl.store(sum_at + first, sums, mask=valid & (after == column + 1))
-        last, total = tl.max(first), tl.sum(tl.where(lane == CHUNK - 1, sums, 0.0))
     tl.debug_barrier()
     for part in range(parts):
         column = part * CHUNK + lane
