@@ -276,18 +276,8 @@ def soft_topk(
 ) -> None:
     """Fill out, hi and lo."""
     start, programs, power = _variant(rows, n, F, output)
-    arguments = (
-        *source,
-        *k,
-        *tau,
-        None if output == "threshold" else out,
-        hi,
-        lo,
-        rows,
-        n,
-        EVALUATIONS,
-        *power,
-    )
+    to = None if output == "threshold" else out
+    arguments = (*source, *k, *tau, to, hi, lo, rows, n, EVALUATIONS, *power)
     start(programs, *arguments)
     if eager.launching and output in ("y", "log"):
         native.prepare("soft_topk", source[0], start, programs, arguments, F.name, output == "log")
