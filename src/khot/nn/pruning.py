@@ -161,8 +161,7 @@ def prune_global(
         >>> 0.49 < (14 * 14 * kept[0] + kept[1]) / (14 * 14 * 216 + 15680) <= 0.5
         True
     """
-    members = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-    if not all(map(_is_pair, members)):
+    if not (isinstance(parameters, Iterable) and all(map(_is_pair, members := list(parameters)))):
         raise TypeError(
             "parameters must be pairs (module, name), such as "
             '[(m, "weight") for m in model.modules() if isinstance(m, torch.nn.Linear)]'
