@@ -128,8 +128,30 @@ def _newton(
 
 
 @triton.jit
+def _missed(
+    rows, vectors, equal, stage, slope, first, most, width, m, n, power,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """By how much the columns' loads at the tried thresholds miss their goals; how much of that counts; the
+    sums of the densities, their mean without the rows' share, and the slope by which it is judged."""
+    settled = _get(vectors, SETTLED, n, WIDTH)
+    loads, densities, squares = _sweep(
+        *rows, _get(vectors, TRIED, n, WIDTH), settled, stage, m, n, power, CDF, ROWS, WIDTH
+    )
+    free = (tl.arange(0, WIDTH) < n) & (_get(vectors, SETTLED, n, WIDTH) == 0)
+    miss = tl.where(free, loads - _get(vectors, LOAD, n, WIDTH), 0.0)
+    mean = tl.sum(tl.where(free, densities - squares, 0.0), axis=0) / width
+    slope = tl.where(first > 0, mean + most * 1e-12, slope)
+    off = miss
+    if AT_MOST:  # 0 where c = 0 and the load is below its goal
+        price = _get(vectors, TRIED, n, WIDTH) / stage
+        off = tl.where(equal > 0, miss, (tl.maximum(price + miss / slope, 0.0) - price) * slope)
+    return miss, off, densities, mean, slope
+
+
+@triton.jit
 def _next_trial(
-    vectors, schur_at, factor_at, equal, scale, damping, width, stage, n,
+    matrices, vectors, equal, scale, damping, width, stage, n,
     AT_MOST: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The columns' thresholds after a damped step of Newton's method from the best ones."""
@@ -139,19 +161,8 @@ def _next_trial(
         moves = moves & ((equal > 0) | (c > 0) | (miss > 0))
     # the same constant added to all thresholds changes nothing, so that one direction has to be fixed
     tie = tl.where(equal > 0, scale / width, 0.0)
-    step = _newton(
-        schur_at,
-        factor_at,
-        _get(vectors, SLOPES, n, WIDTH),
-        miss,
-        moves,
-        scale,
-        damping,
-        tie,
-        n,
-        WIDTH,
-        CHUNK,
-    )
+    slopes = _get(vectors, SLOPES, n, WIDTH)
+    step = _newton(*matrices, slopes, miss, moves, scale, damping, tie, n, WIDTH, CHUNK)
     # farther out, the sums are flat and say nothing of the way back
     longest = tl.max(tl.abs(step), axis=0)
     c = _get(vectors, C, n, WIDTH) + step * tl.where(longest > REACH, REACH / longest, 1.0) * stage
@@ -161,21 +172,41 @@ def _next_trial(
 
 
 @triton.jit
+def _next_stage(vectors, stage, rung, before, closing, tau, accepted, failed, n, WIDTH: tl.constexpr):
+    """After the end of a stage: the next one, its rung, the stage before it, the status, and whether what is
+    left is to bring the rows to the last c."""
+    c = _get(vectors, C, n, WIDTH)
+    status = 0
+    if (failed > 0) & (1.01 * stage < before) & (before < INF):
+        # too far from the solution before: in a gap, densities underflow and give no direction
+        stage = tl.sqrt(stage) * tl.sqrt(before)
+        c = _get(vectors, KEPT, n, WIDTH)
+    elif stage == tau:
+        status = tl.where(failed > 0, 2, tl.where(accepted > 0, 1, 0))
+        closing = 1
+    else:
+        _put(vectors, KEPT, c, n, WIDTH)
+        before = stage
+        rung = tl.where(stage == rung, tl.maximum(rung / STAGE, tau), rung)
+        stage = rung
+    _put(vectors, TRIED, c, n, WIDTH)
+    return stage, rung, before, status, closing
+
+
+@triton.jit
 def _solve(
-    x_at, x_stride, k_at, k_row, state_at, r_at, slope_at, schur_at, factor_at, vectors, status, equal, low,
-    high, most, width, warm, tau, m, n, steps, power,
+    rows, matrices, vectors, status, equal, spread, most, width, warm, tau, m, n, steps, power,
     CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     DEPTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The status after the steps in falling temperatures: 1 if the columns' thresholds have their loads.
 
-    Scores from `low` to `high` are open; `most` is the largest load, `width` the number of open columns, and
-    `warm` whether there is a guess, which is tried at τ before anything else."""
-    there = tl.arange(0, WIDTH) < n
+    The scores that are open span `spread`; `most` is the largest load, `width` the number of open columns,
+    and `warm` whether there is a guess, which is tried at τ before anything else."""
     # `rung` is the temperature after which the next one comes, `stage` one on the way to it. While `near`,
     # the guess is tried at τ. `closing` says that the rows are to be brought to the last c.
     highest = tau
-    while (highest * STAGE < (high - low) / 4) & (highest < 1e300):
+    while (highest * STAGE < spread / 4) & (highest < 1e300):
         highest *= STAGE
     near = warm
     rung = highest
@@ -185,65 +216,42 @@ def _solve(
     first, closing, count, all_ = 1, 0, 0, 0
     while status == 0:
         all_ += 1
-        tried, settled = _get(vectors, TRIED, n, WIDTH), _get(vectors, SETTLED, n, WIDTH)
-        loads, densities, squares = _sweep(
-            x_at, x_stride, k_at, k_row, state_at, r_at, slope_at, tried, settled, stage, m, n, power,
-            CDF, ROWS, WIDTH,
-        )  # fmt: skip
-        free = there & (_get(vectors, SETTLED, n, WIDTH) == 0)
-        tried = _get(vectors, TRIED, n, WIDTH)
-        miss = tl.where(free, loads - _get(vectors, LOAD, n, WIDTH), 0.0)
-        mean = tl.sum(tl.where(free, densities - squares, 0.0), axis=0) / width
-        slope = tl.where(first > 0, mean + most * 1e-12, slope)
-        off = miss
-        if AT_MOST:  # 0 where c = 0 and the load is below its goal
-            price = tried / stage
-            off = tl.where(equal > 0, miss, (tl.maximum(price + miss / slope, 0.0) - price) * slope)
+        miss, off, densities, mean, slope = _missed(
+            rows, vectors, equal, stage, slope, first, most, width, m, n, power, CDF, AT_MOST, ROWS, WIDTH
+        )
         square = tl.sum(off * off, axis=0)
         accepted = tl.where((first > 0) | (square < best), 1, 0)
         tl.debug_barrier()  # all threads have read what is stored again
         stuck = tl.where((damping > 1e6) | (worst <= ROUNDED * most), 1, 0) * (1 - accepted)
         if accepted > 0:
-            _put(vectors, C, tried, n, WIDTH)
+            _put(vectors, C, _get(vectors, TRIED, n, WIDTH), n, WIDTH)
             _put(vectors, MISS, miss, n, WIDTH)
             _put(vectors, SLOPES, densities, n, WIDTH)
             best, scale = square, mean + most * 1e-12
             worst = tl.where(square == square, tl.max(tl.abs(off), axis=0), square)
             damping = tl.where(first > 0, 1e-6, tl.maximum(damping / 10, 1e-12))
-            overlap(slope_at, schur_at, 0, m, n, BLOCK, DEPTH)
+            overlap(rows[6], matrices[0], 0, m, n, BLOCK, DEPTH)
         else:
             damping = tl.where(damping >= 1e-3, damping * 10, 1e-3)
         count = tl.where(first > 0, 0, count + 1)
-        final = stage == tau
-        arrived = worst <= tl.where(final, FINE, ROUGH) * most
-        failed = tl.where(worst <= tl.where(final, ACCEPTED, 10 * ROUGH) * most, 0, 1)
+        arrived = worst <= tl.where(stage == tau, FINE, ROUGH) * most
+        failed = tl.where(worst <= tl.where(stage == tau, ACCEPTED, 10 * ROUGH) * most, 0, 1)
         ended = tl.where(arrived | (worst != worst) | (count >= STAGE_STEPS), 1, tl.maximum(stuck, closing))
         leaves = tl.where((near > 0) & (first > 0) & (worst > NEAR * most), 1, near * ended * failed)
-        c = _get(vectors, C, n, WIDTH)
         if leaves > 0:  # the guess was too far away
             near, first, closing, stage = 0, 1, 0, highest
-            _put(vectors, TRIED, c * 0, n, WIDTH)
+            _put(vectors, TRIED, _get(vectors, C, n, WIDTH) * 0, n, WIDTH)
         elif ended > 0:
             first = 1
-            if (failed > 0) & (1.01 * stage < before) & (before < INF):
-                # too far from the solution before: in a gap, densities underflow and give no direction
-                stage = tl.sqrt(stage) * tl.sqrt(before)
-                c = _get(vectors, KEPT, n, WIDTH)
-            elif final:
-                status = tl.where(failed > 0, 2, tl.where(accepted > 0, 1, 0))
-                closing = 1
-            else:
-                _put(vectors, KEPT, c, n, WIDTH)
-                before = stage
-                rung = tl.where(stage == rung, tl.maximum(rung / STAGE, tau), rung)
-                stage = rung
-            _put(vectors, TRIED, c, n, WIDTH)
+            stage, rung, before, status, closing = _next_stage(
+                vectors, stage, rung, before, closing, tau, accepted, failed, n, WIDTH
+            )
         else:
             first = 0
-            c = _next_trial(
-                vectors, schur_at, factor_at, equal, scale, damping, width, stage, n, AT_MOST, WIDTH, CHUNK
+            trial = _next_trial(
+                matrices, vectors, equal, scale, damping, width, stage, n, AT_MOST, WIDTH, CHUNK
             )
-            _put(vectors, TRIED, c, n, WIDTH)
+            _put(vectors, TRIED, trial, n, WIDTH)
         tl.debug_barrier()
         status = tl.where((status == 0) & (all_ >= steps), 2, status)
 
@@ -333,10 +341,10 @@ def solve_whole(
     _put(vectors, TRIED, start, n, WIDTH)
     _put(vectors, C, start, n, WIDTH)
     tl.debug_barrier()
+    rows = (x_at, x_stride, k_at, k_row, state_at, r_at, slope_at)
     status = _solve(
-        x_at, x_stride, k_at, k_row, state_at, r_at, slope_at, schur_at, factor_at, vectors, status, equal,
-        low, high, most, width, flag(start != 0), tau, m, n, steps, power,
-        CDF, AT_MOST, ROWS, WIDTH, BLOCK, DEPTH, CHUNK,
+        rows, (schur_at, factor_at), vectors, status, equal, high - low, most, width, flag(start != 0), tau,
+        m, n, steps, power, CDF, AT_MOST, ROWS, WIDTH, BLOCK, DEPTH, CHUNK,
     )  # fmt: skip
     _write(
         x_at, x_stride, state_at, out_pointer + matrix * m * n, r_at, c_pointer + matrix * n, vectors, status,
