@@ -23,7 +23,7 @@ Run the papers' experiments; each writes a report with our figures next to the p
 
 The same command continues a run that was stopped. A folder of results is locked while a run uses it. Results
 of other arguments, or of other versions of khot or torch, are not mixed: give another --out, or --force,
-which names both in config.json."""
+which names both in the report."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def _add_options(parser: _Parser, kind: type[study.Args], defaults: study.Args |
     parser.add_argument(
         "--force",
         action="store_true",
-        help="Continue in a folder with results of other arguments or versions; config.json names both.",
+        help="Continue in a folder with results of other arguments or versions; the report names both.",
     )
 
 

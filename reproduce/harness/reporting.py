@@ -136,13 +136,9 @@ def label_ends(plot: Any, ends: Mapping[str, tuple[float, float, str]], gap: flo
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:
     """The places at least ``gap`` apart that are nearest to ascending heights, by the sum of squares.
 
-    Less i gaps, the places are the isotonic regression of the heights: neighbours that are too close share
-    their mean.
+    Less i gaps, they are the isotonic regression of the heights.
     """
-    blocks: list[list[float]] = []
-    for i, height in enumerate(heights):
-        blocks.append([height - i * gap])
-        while len(blocks) > 1 and statistics.fmean(blocks[-2]) > statistics.fmean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    shared = [statistics.fmean(block) for block in blocks for _ in block]
-    return [place + i * gap for i, place in enumerate(shared)]
+    from scipy.optimize import isotonic_regression
+
+    shared = isotonic_regression([height - i * gap for i, height in enumerate(heights)]).x
+    return [float(place) + i * gap for i, place in enumerate(shared)]

@@ -3,10 +3,10 @@
 Trials run one after the other, or in parallel processes. Each trial is seeded and uses one thread, so that
 another run gives the same figures. The experiment's folder contains
 
-    metrics.csv     the rows of the trials
+    trials.jsonl    the trials that are done, with their rows; those are not run again
     checkpoints/    the state of unfinished trials, from which the same command continues
-    config.json     the arguments, the versions, and which trials are done; those are not run again
     notes.md        optional, written by hand: a discussion of the figures, which becomes part of the report
+    metrics.csv     the rows of all trials
     report.md       our figures next to the paper's, with plots
 
 One run at a time holds the lock of the folder.
@@ -14,7 +14,9 @@ One run at a time holds the lock of the folder.
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 import os
 import signal
 import sys
@@ -36,7 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from reproduce.harness import files, study, training
 from reproduce.harness.files import FileError
 from reproduce.harness.record import VERSIONS, Record, identify
-from reproduce.harness.study import Args, ArgumentError, Checkpoint, Experiment, Row, Trial
+from reproduce.harness.study import Args, ArgumentError, By, Checkpoint, Experiment, Row, Trial
 
 __all__ = ["reproduce"]
 
@@ -100,11 +102,7 @@ def _run(
     if experiment.needs != "MNIST":
         del setting["dataset"]
     record = Record(folder, setting, trials, force=force)
-    if record.remark:
-        print(f"reproduce: {record.remark}", file=sys.stderr)
-
     failed: list[str] = []
-    unfinished: list[Trial] = []
     columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[now]}"), console=Console(stderr=True)) as progress:
         done = len(trials) - len(record.left)
@@ -119,7 +117,6 @@ def _run(
                 if outcome.error:
                     *trace, last = outcome.error.splitlines()
                     failed.append(f"{name}: {identify(trial)}: {last}")
-                    unfinished.append(trial)
                     if trace:
                         print(outcome.error, file=sys.stderr)
                 else:
@@ -129,9 +126,10 @@ def _run(
 
     with suppress(OSError):  # the folder does not exist, or is not empty
         (folder / "checkpoints").rmdir()
-    rows = record.rows(without=unfinished)
+    rows = record.rows()
     if not rows:
         return "", failed
+    _write_table(folder / "metrics.csv", rows)
     try:
         body = experiment.report(args, rows, folder)
     except OSError as error:
@@ -139,7 +137,7 @@ def _run(
     except Exception as error:
         traceback.print_exc()
         return "", [*failed, f"{name}: report: {type(error).__name__}: {error}"]
-    _write_report(name, body, folder, record.config, command)
+    _write_report(name, body, folder, record, command)
     return body, failed
 
 
@@ -153,18 +151,18 @@ def _outcomes(
         yield from _in_parallel(module, args, record, jobs, tell)
         return
     for trial in record.left:
-        yield trial, _work(module, args, trial, record.checkpoint(trial), tell)
+        yield trial, _work(module, args, trial, record.kept(trial), tell)
 
 
 def _work(
-    module: str, args: Args, trial: Trial, path: Path, tell: Callable[[Row], None] | None = None
+    module: str, args: Args, trial: Trial, kept: tuple[Path, By], tell: Callable[[Row], None] | None = None
 ) -> _Outcome:
     """Run one trial; if it raises an exception, the outcome holds the traceback.
 
     Raises:
         FileError: a checkpoint is damaged or cannot be written, which would befall the other trials, too.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(*kept)
     try:
         experiment = importlib.import_module(module).EXPERIMENT
         with training.one_thread(), torch.random.fork_rng(devices=[]):
@@ -199,7 +197,7 @@ def _in_parallel(
             while waiting and len(running) < jobs:
                 trial = waiting.popleft()
                 end, theirs = context.Pipe(duplex=False)
-                work = (theirs, module, args, trial, record.checkpoint(trial))
+                work = (theirs, module, args, trial, record.kept(trial))
                 process = context.Process(target=_serve, args=work)
                 process.start()
                 theirs.close()  # so that the connection ends with the process
@@ -216,13 +214,15 @@ def _in_parallel(
             process.join()
 
 
-def _serve(reply: connection.Connection, module: str, args: Args, trial: Trial, path: Path) -> None:
+def _serve(
+    reply: connection.Connection, module: str, args: Args, trial: Trial, kept: tuple[Path, By]
+) -> None:
     """Run the trial, and send its outcome, or what stops the whole run."""
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     try:
-        reply.send(_work(module, args, trial, path))
+        reply.send(_work(module, args, trial, kept))
     except (FileError, KeyboardInterrupt) as error:
         reply.send(error)
 
@@ -253,17 +253,31 @@ def _receive(end: connection.Connection, process: BaseProcess) -> _Outcome:
 # --- the report ---------------------------------------------------------------------------------------------
 
 
-def _write_report(name: str, body: str, folder: Path, config: dict[str, Any], command: str) -> None:
+def _write_table(path: Path, rows: list[Row]) -> None:
+    text = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files.replace(path, text.getvalue().encode())
+
+
+def _write_report(name: str, body: str, folder: Path, record: Record, command: str) -> None:
+    """The report; its setting has the versions and arguments of the last trial, and others after them."""
     experiment = study.find(name)
     title, _, text = (sys.modules[experiment.run.__module__].__doc__ or "").partition("\n")
     notes = folder / "notes.md"
-    minutes = sum(config["cpu_seconds"].values()) / 60
-    settings = [f"- arguments: {_arguments(config['args'])}"]
-    settings += [f"- {key}: {config[key]}" for key in VERSIONS if key in config]
-    for entry in config.get("earlier", []):  # --force has added to its rows
-        parts = [f"{key} {entry[key]}" for key in VERSIONS if key in entry]
-        parts += [f"arguments {_arguments(entry['args'])}"] if "args" in entry else []
-        settings.append(f"- earlier rows: {', '.join(parts)}")
+    by = record.lines[-1]["by"]
+    settings = [f"- arguments: {_arguments(by['args'])}", *(f"- {key}: {by[key]}" for key in VERSIONS)]
+    earlier = []
+    for other in (line["by"] for line in record.lines):
+        if other != by and other not in earlier:  # --force has added to its rows
+            earlier.append(other)
+            parts = [f"{key} {other[key]}" for key in VERSIONS]
+            parts += [f"arguments {_arguments(other['args'])}"] if other["args"] != by["args"] else []
+            settings.append(f"- earlier rows: {', '.join(parts)}")
+    minutes = sum(line["cpu_seconds"] for line in record.lines) / 60
+    settings.append(f"- time: {minutes:.1f} minutes of one core, {len(record.lines)} trials")
     lines = [
         f"# {title}",
         f"Written by `{command}`, from {experiment.source}:",
@@ -274,9 +288,8 @@ def _write_report(name: str, body: str, folder: Path, config: dict[str, Any], co
         "## What was done",
         text.strip("\n"),
         "## Setting",
-        "\n".join(settings)
-        + f"\n- time: {minutes:.1f} minutes of one core, {len(config['cpu_seconds'])} trials",
-        "All figures are in [metrics.csv](metrics.csv); the configuration is in [config.json](config.json).",
+        "\n".join(settings),
+        "All figures are in [metrics.csv](metrics.csv), what computed them in [trials.jsonl](trials.jsonl).",
     ]
     files.replace(folder / "report.md", ("\n\n".join(lines) + "\n").encode())
 

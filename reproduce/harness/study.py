@@ -32,6 +32,7 @@ __all__ = [
     "PAPERS",
     "ArgumentError",
     "Args",
+    "By",
     "Checkpoint",
     "Experiment",
     "Row",
@@ -60,6 +61,7 @@ PAPERS = {
 
 Trial = dict[str, str | int | float]
 Row = dict[str, str | int | float]
+By = dict[str, Any]  # the versions and the arguments that a row was computed with
 
 
 class ArgumentError(ValueError):
@@ -133,10 +135,15 @@ class Checkpoint:
 
     Rows that were yielded before the last save are kept. Rows that were yielded after it are dropped when a
     stopped trial continues, which yields them again.
+
+    Args:
+        path: the file.
+        by: the versions and the arguments of this run; what is loaded has those that it was saved with.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, by: By) -> None:
         self.path = path
+        self.by = by
         self.rows: list[Row] = []
         self.seconds = 0.0
         self._since = time.process_time()
@@ -152,11 +159,12 @@ class Checkpoint:
         try:
             content = torch.load(self.path, weights_only=True)
             rows, seconds, state = list(content["rows"]), float(content["seconds"]), dict(content["state"])
+            by = dict(content["by"])
         except PermissionError as error:
             raise files.FileError(f"{self.path}: {error.strerror}; make it readable") from None
         except Exception as error:  # the type depends on where the file is damaged
             raise self.damaged(error) from None
-        self.rows, self.seconds = rows, seconds
+        self.rows, self.seconds, self.by = rows, seconds, by
         return state
 
     def damaged(self, error: Exception) -> files.FileError:
@@ -173,7 +181,7 @@ class Checkpoint:
             FileError: the file cannot be written.
         """
         content = io.BytesIO()  # torch hides the reason for which a file cannot be written
-        torch.save({"state": state, "rows": self.rows, "seconds": self.clock()}, content)
+        torch.save({"state": state, "rows": self.rows, "seconds": self.clock(), "by": self.by}, content)
         files.replace(self.path, content.getvalue())
 
     def clock(self) -> float:

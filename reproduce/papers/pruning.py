@@ -26,7 +26,7 @@ from it:
 - `nn.prune_magnitude` rescales the weights that it keeps, so that a kept weight is the same during and after
   training. At a temperature of 1e-4 this changes the fourth digit.
 - The paper only shows p = 2, and plots the error against the time of a GPU. Here it is plotted against
-  epochs: the network is so small that the time of the selection says little. config.json has the CPU time of
+  epochs: the network is so small that the time of the selection says little. trials.jsonl has the CPU time of
   every run.
 - The paper has a picture without figures, so that ours can only be compared with what it says about the
   picture.

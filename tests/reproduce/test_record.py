@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import multiprocessing
 import os
@@ -119,14 +120,23 @@ def home(out: Path) -> Path:
     return out / "toy-draw"
 
 
-def config(out: Path) -> dict[str, Any]:
-    return json.loads((home(out) / "config.json").read_text())
+def done(out: Path) -> list[dict[str, Any]]:
+    """The trials that are done."""
+    path = home(out) / "trials.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def edit(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    content = config(out)
-    change(content)
-    (home(out) / "config.json").write_text(json.dumps(content))
+    """Change what computed the trials, those that are done and those that are not."""
+    lines = done(out)
+    for line in lines:
+        change(line["by"])
+    if lines:
+        (home(out) / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for path in home(out).glob("checkpoints/*"):
+        found = torch.load(path, weights_only=True)
+        change(found["by"])
+        torch.save(found, path)
 
 
 def rows(out: Path) -> list[tuple[tuple[str, str], ...]]:
@@ -161,69 +171,59 @@ def whole(toy: Path, tmp_path: Path) -> list[Any]:
 # --- damaged files ------------------------------------------------------------------------------------------
 
 
-def without(key: str) -> Callable[[bytes], bytes]:
-    return lambda old: json.dumps({k: v for k, v in json.loads(old).items() if k != key}).encode()
+def altered_line(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    """The file with its second line changed."""
+
+    def changed(old: bytes) -> bytes:
+        lines = old.decode().splitlines()
+        found = json.loads(lines[1])
+        change(found)
+        return "\n".join([lines[0], json.dumps(found), *lines[2:], ""]).encode()
+
+    return changed
 
 
-def with_(key: str, value: object) -> Callable[[bytes], bytes]:
-    return lambda old: json.dumps({**json.loads(old), key: value}).encode()
+def put(text: str) -> Callable[[bytes], bytes]:
+    """The file with this as its second line."""
+    return lambda old: b"\n".join([old.splitlines()[0], text.encode(), *old.splitlines()[2:], b""])
 
 
-def lines(change: Callable[[list[str]], list[str]]) -> Callable[[bytes], bytes]:
-    return lambda old: ("\n".join(change(old.decode().splitlines())) + "\n").encode()
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
-def drop(column: str) -> Callable[[bytes], bytes]:
-    """A CSV file without this column."""
+def altered(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    """A checkpoint that is changed."""
 
-    def change(old: bytes) -> bytes:
-        table = list(csv.reader(old.decode().splitlines()))
-        place = table[0].index(column)
-        return "".join(
-            ",".join(f'"{cell}"' for i, cell in enumerate(row) if i != place) + "\n" for row in table
-        ).encode()
+    def changed(old: bytes) -> bytes:
+        found = torch.load(io.BytesIO(old), weights_only=True)
+        change(found)
+        return saved(found)
 
-    return change
+    return changed
 
 
-DAMAGE: dict[str, dict[str, Callable[[bytes], bytes | None]]] = {
-    "config.json": {
-        "empty": lambda old: b"",
-        "cut": lambda old: old[: len(old) // 2],
-        "garbage": lambda old: GARBAGE,
-        "zeros": lambda old: bytes(len(old)),
-        "a list": lambda old: b"[]",
-        "a number": lambda old: b"7",
-        "deep": lambda old: b"[" * 100_000,
-        "no args": without("args"),
-        "no times": without("cpu_seconds"),
-        "no marks": without("rows"),
-        "no columns": without("columns"),
-        "no version": without("torch"),
-        "earlier a number": with_("earlier", 3),
-        "args a list": with_("args", [1]),
-        "marks a list": with_("rows", []),
-        "columns a number": with_("columns", 3),
-        "a mark that is no number": with_("rows", {"method=a seed=0": "five"}),
-        "a version that is no text": with_("torch", 2.13),
-        "missing": lambda old: None,
-    },
-    "metrics.csv": {
-        "empty": lambda old: b"",
+DAMAGE: dict[str, dict[str, Callable[[bytes], bytes]]] = {
+    "trials.jsonl": {
         "garbage": lambda old: GARBAGE,
         "zeros": lambda old: bytes(len(old)),
         "half a line": lambda old: old[:-25],
-        "half a cell": lambda old: old[:-3],
-        "no end of line": lambda old: old[:-1],
-        "half a header": lambda old: old[:7],
-        "a short line": lines(lambda found: [*found[:3], "a,0", *found[4:]]),
-        "a long line": lines(lambda found: [*found[:3], found[3] + ",1", *found[4:]]),
-        "an open quote": lines(lambda found: [*found[:3], '"' + found[3], *found[4:]]),
-        "no header": lines(lambda found: found[1:]),
-        "a column twice": lines(lambda found: [found[0].replace("number", "step"), *found[1:]]),
-        "no column seed": drop("seed"),
-        "no column number": drop("number"),
-        "no column word": drop("word"),
+        "half a line between others": lambda old: old[:200] + b"\n" + old[-200:],
+        "an empty line": put(""),
+        "a list": put("[]"),
+        "a number": put("7"),
+        "deep": put("[" * 100_000),
+        "no trial": altered_line(lambda found: found.pop("trial")),
+        "no time": altered_line(lambda found: found.pop("cpu_seconds")),
+        "a time that is no number": altered_line(lambda found: found.update(cpu_seconds="five")),
+        "no rows": altered_line(lambda found: found.pop("rows")),
+        "rows of numbers": altered_line(lambda found: found.update(rows=[1, 2])),
+        "no version": altered_line(lambda found: found["by"].pop("torch")),
+        "a version that is no text": altered_line(lambda found: found["by"].update(torch=2.13)),
+        "no arguments": altered_line(lambda found: found["by"].pop("args")),
+        "by a list": altered_line(lambda found: found.update(by=[])),
     },
     "checkpoints/method=a_seed=0.pt": {
         "empty": lambda old: b"",
@@ -233,25 +233,14 @@ DAMAGE: dict[str, dict[str, Callable[[bytes], bytes | None]]] = {
         "zeros": lambda old: bytes(len(old)),
         "a pickle": lambda old: pickle.dumps({"state": {}, "rows": [], "seconds": 0.0, "call": os.getcwd}),
         "a list": lambda old: saved([1, 2]),
-        "no rows": lambda old: saved({"state": {}, "seconds": 1.0}),
-        "no step": lambda old: saved({"state": {}, "rows": [], "seconds": 1.0}),
-        "another model": lambda old: saved(
-            {
-                "state": {"step": 1, "state": {"model": {"weight": torch.ones(3)}}, "rng": torch.ones(1)},
-                "rows": [],
-                "seconds": 1.0,
-            }
+        "no rows": altered(lambda found: found.pop("rows")),
+        "no versions": altered(lambda found: found.pop("by")),
+        "no step": altered(lambda found: found.update(state={})),
+        "another model": altered(
+            lambda found: found["state"]["state"].update(model={"weight": torch.ones(3)})
         ),
     },
 }
-
-
-def saved(value: object) -> bytes:
-    from io import BytesIO
-
-    file = BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -266,37 +255,28 @@ def test_damaged_file_is_named_in_one_line(toy: Path, out: Path, name: str, dama
     else:
         assert invoke(out).exit_code == 0
     path = home(out) / name
-    new = DAMAGE[name][damage](path.read_bytes())
-    path.unlink()
-    if new is not None:
-        path.write_bytes(new)
+    path.write_bytes(DAMAGE[name][damage](path.read_bytes()))
     before = content(out)
-    line = said(invoke(out, "--seeds", "3"))
-    assert line.startswith(f"reproduce: {path}: ")
-    assert any(advice in line for advice in ("restore a copy", "delete it, and", "delete that line")), line
-    after = content(out)
-    if damage in ("no step", "another model"):
-        before.pop(str(home(out) / "config.json"))
-    assert before.items() <= after.items()
+    told = said(invoke(out, "--seeds", "3"))
+    assert told.startswith(f"reproduce: {path}: ")
+    assert any(advice in told for advice in ("restore a copy", "delete it, and", "delete that line")), told
+    assert before.items() <= content(out).items()
 
 
-@pytest.mark.parametrize("advice", ["delete the line", "delete the file"])
-def test_advice_for_damaged_rows_helps(toy: Path, out: Path, whole: list[Any], advice: str) -> None:
-    """The trial that lost a row runs again, and no other one."""
+def test_advice_for_a_damaged_line_helps(toy: Path, out: Path, whole: list[Any]) -> None:
+    """Its trial runs again, and no other one."""
     assert invoke(out).exit_code == 0
-    path = home(out) / "metrics.csv"
-    text = path.read_text()
-    path.write_text(text[:-9])
-    assert "delete that line" in said(invoke(out)) or advice == "delete the file"
-    (toy / "die").write_text("" if advice == "delete the file" else "a exit")
-    if advice == "delete the line":
-        path.write_text("".join(text.splitlines(keepends=True)[:-1]))
-    else:
-        path.unlink()
-    run = invoke(out)
-    assert run.exit_code == 0, run.stderr
-    assert f"run again: {1 if advice == 'delete the line' else 4} trials" in run.stderr
+    path = home(out) / "trials.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    (method, seed), cut = done(out)[1]["trial"].values(), lines[1][:-9] + "\n"
+    path.write_text("".join([lines[0], cut, *lines[2:]]))
+    assert "line 2 is damaged" in said(invoke(out))
+    path.write_text("".join([lines[0], *lines[2:]]))
+    # which would end this process if the other method was run again
+    (toy / "die").write_text("b exit" if method == "a" else "a exit")
+    assert invoke(out).exit_code == 0
     assert rows(out) == whole
+    assert done(out)[-1]["trial"] == {"method": method, "seed": seed}
 
 
 def test_advice_for_a_damaged_checkpoint_helps(toy: Path, out: Path, whole: list[Any]) -> None:
@@ -318,7 +298,7 @@ def test_advice_for_a_damaged_checkpoint_helps(toy: Path, out: Path, whole: list
 @pytest.mark.parametrize(
     ("written", "named"),
     [
-        ("config.json.part", "config.json"),
+        ("trials.jsonl.part", "trials.jsonl"),
         ("metrics.csv.part", "metrics.csv"),
         ("report.md.part", "report.md"),
         ("plot.png", ""),
@@ -366,7 +346,7 @@ def test_what_stops_a_run_stops_it_from_a_worker(
         (toy / "stop").write_text("0")
     args = study.find("toy-draw").Args()
     reply = Reply()
-    runner._serve(reply, "toy_draw", args, {"method": "a", "seed": 0}, path)  # type: ignore[arg-type]
+    runner._serve(reply, "toy_draw", args, {"method": "a", "seed": 0}, (path, {}))  # type: ignore[arg-type]
     ours, theirs = multiprocessing.Pipe()
     for value in reply.sent:
         theirs.send_bytes(value)
@@ -415,42 +395,9 @@ def test_kill_beside_any_write_duplicates_and_loses_nothing(
             break
         assert invoke(out).exit_code == 0
         assert rows(out) == whole, place
-        assert sorted(config(out)["rows"].values()) == [5] * 4
-    # settle once; per trial three checkpoints, the rows and the mark; the report
-    assert place == 1 + 1 + 4 * (3 + 2) + 1
-
-
-def test_trial_is_done_only_when_it_says_so(toy: Path, out: Path, whole: list[Any]) -> None:
-    assert invoke(out).exit_code == 0
-    edit(out, lambda c: c["rows"].pop("method=b seed=0"))
-    (toy / "die").write_text("a exit")  # which would end this process if it was run again
-    assert invoke(out).exit_code == 0
-    assert rows(out) == whole
-    assert config(out)["rows"]["method=b seed=0"] == 5
-
-
-@pytest.mark.parametrize("change", ["lost", "twice"])
-def test_trial_with_other_rows_than_it_says_runs_again(
-    toy: Path, out: Path, whole: list[Any], change: str
-) -> None:
-    assert invoke(out).exit_code == 0
-    path = home(out) / "metrics.csv"
-    text = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*text[:2], *text[3:]] if change == "lost" else [*text, text[3]]))
-    run = invoke(out)
-    assert run.exit_code == 0
-    assert "has not all rows of method=a seed=0" in run.stderr or change == "twice"
-    assert "run again: 1 trials" in run.stderr
-    assert rows(out) == whole
-
-
-def test_failed_trial_with_old_rows_is_not_reported(toy: Path, out: Path) -> None:
-    assert invoke(out, "--methods", "a", "--seeds", "1").exit_code == 0
-    edit(out, lambda c: c["rows"].clear())
-    (toy / "die").write_text("a raise")
-    assert invoke(out, "--methods", "a,b", "--seeds", "1").exit_code == 1
-    report = (home(out) / "report.md").read_text()
-    assert "| b |" in report and "| a |" not in report
+        assert [len(line["rows"]) for line in done(out)] == [5] * 4
+    # per trial three checkpoints and its line; then the table and the report
+    assert place == 4 * (3 + 1) + 2 + 1
 
 
 # --- other versions and arguments ---------------------------------------------------------------------------
@@ -478,25 +425,21 @@ def test_refuses_to_mix_what_differs_and_names_it(toy: Path, out: Path, case: st
     assert invoke(out).exit_code == (130 if unfinished else 0)
     (toy / "stop").unlink()
     edit(out, change)
-    before, old = content(out), config(out)
-    line = said(invoke(out, "--seeds", "3"))
-    assert f"{home(out)}: holds results with {message}; give another --out, or --force" in line
+    before, old = content(out), done(out)
+    told = said(invoke(out, "--seeds", "3"))
+    assert f"{home(out)}: holds results with {message}; give another --out, or --force" in told
     assert content(out) == before
 
     run = invoke(out, "--seeds", "3", "--force")
     assert run.exit_code == 0, run.stderr
-    (entry,) = config(out)["earlier"]
-    assert config(out)["torch"] == torch.__version__ and config(out)["khot"] == khot.__version__
-    assert all(entry.get(key) == old.get(key) for key in ("khot", "torch", "python"))
-    assert entry.get("args", config(out)["args"]) == old["args"]
-    assert config(out)["args"]["count"] == 4
+    assert done(out)[: len(old)] == old
+    for new in done(out)[len(old) :]:
+        assert (new["by"]["khot"], new["by"]["torch"]) == (khot.__version__, torch.__version__)
+        assert new["by"]["args"]["count"] == 4
     report = (home(out) / "report.md").read_text()
-    assert "- earlier rows: khot " in report
-    assert ("arguments device = cpu, count = 7" in report) == ("argument" in case)
+    assert ("- earlier rows: khot " in report) == (not unfinished)
+    assert ("arguments device = cpu, count = 7" in report) == ("argument" in case and not unfinished)
     assert len(rows(out)) == 6 * 5
-    # nothing differs any more
-    assert invoke(out, "--seeds", "4").exit_code == 0
-    assert config(out)["earlier"] == [entry]
 
 
 @pytest.mark.parametrize("key", ["python", "system", "kernels"])
@@ -504,25 +447,21 @@ def test_other_surroundings_are_written_down(toy: Path, out: Path, key: str) -> 
     assert invoke(out).exit_code == 0
     edit(out, lambda c: c.update({key: "another"}))
     assert invoke(out, "--seeds", "3").exit_code == 0
-    assert [entry[key] for entry in config(out)["earlier"]] == ["another"]
-    assert config(out)[key] != "another"
+    assert [line["by"][key] == "another" for line in done(out)] == 4 * [True] + 2 * [False]
+    assert f"{key} another" in (home(out) / "report.md").read_text()
 
 
-def test_every_version_is_kept(toy: Path, out: Path) -> None:
+def test_every_version_is_named(toy: Path, out: Path) -> None:
     assert invoke(out).exit_code == 0
-    for place, version in enumerate(("2.8.0", "2.9.0")):
-        edit(out, lambda c, version=version: c.update(torch=version))
-        assert invoke(out, "--seeds", str(3 + place), "--force").exit_code == 0
-    assert [entry["torch"] for entry in config(out)["earlier"]] == ["2.8.0", "2.9.0"]
-
-
-def test_other_versions_do_not_matter_before_there_are_rows(toy: Path, out: Path) -> None:
-    (toy / "stop").write_text("0")
-    assert invoke(out).exit_code == 130
-    (toy / "stop").unlink()
-    edit(out, lambda c: c.update(torch="2.9.0"))
-    assert invoke(out).exit_code == 0
-    assert "earlier" not in config(out)
+    versions = ("2.8.0", "2.9.0", "2.9.0", torch.__version__)
+    lines = done(out)
+    for line, version in zip(lines, versions, strict=True):
+        line["by"]["torch"] = version
+    (home(out) / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert invoke(out, "--seeds", "3", "--force").exit_code == 0
+    report = (home(out) / "report.md").read_text()
+    assert [report.count(f"torch {version},") for version in ("2.8.0", "2.9.0")] == [1, 1]
+    assert f"- torch: {torch.__version__}\n" in report
 
 
 # --- two runs, and dead processes ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from command import Run, invoke
-from reproduce.harness import record, reporting, study, training
+from reproduce.harness import reporting, study, training
 from reproduce.harness.data import MNIST_FILES
 
 # An experiment of milliseconds, in a file, so that other processes can import it. The file "fail" beside it
@@ -106,6 +106,10 @@ def rows(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def done(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "toy-line" / "trials.jsonl").read_text().splitlines()]
+
+
 def by_trial(found: list[dict[str, str]]) -> list[dict[str, str]]:
     return sorted(found, key=lambda row: (row["method"], row["seed"], int(row["step"] or 10**6)))
 
@@ -120,12 +124,13 @@ def test_smoke_run_leaves_everything(toy: Path, tmp_path: Path) -> None:
     assert run.exit_code == 0, run.stderr
     folder = tmp_path / "toy-line"
     written = {path.name for path in folder.iterdir()} - {".lock"}
-    assert written == {"config.json", "metrics.csv", "report.md"}
+    assert written == {"trials.jsonl", "metrics.csv", "report.md"}
     assert len(rows(tmp_path)) == 2 * (3 + 1)
     assert rows(tmp_path)[3]["where"] == "here, and there"
-    config = json.loads((folder / "config.json").read_text())
-    assert config["args"] == {"dataset": "digits", "device": "cpu", "count": 3, "rate": 0.2, "ks": [3, 4]}
-    assert set(config["cpu_seconds"]) == {"method=sgd seed=0", "method=adam seed=0"}
+    lines = done(tmp_path)
+    args = {"dataset": "digits", "device": "cpu", "count": 3, "rate": 0.2, "ks": [3, 4]}
+    assert [line["by"]["args"] for line in lines] == [args, args]
+    assert [line["trial"] for line in lines] == [{"method": m, "seed": 0} for m in ("sgd", "adam")]
     report = (folder / "report.md").read_text()
     command = "python -m reproduce toy-line --smoke --rate 0.2 --ks 3,4"
     heading = f"Written by `{command}`, from sigmoid-topk, Table 0:"
@@ -171,12 +176,12 @@ def test_stopped_run_goes_on_to_the_same_figures(
 
 
 def test_checkpoint_drops_the_rows_after_the_last_save(tmp_path: Path) -> None:
-    checkpoint = study.Checkpoint(tmp_path / "deep" / "x.pt")
+    checkpoint = study.Checkpoint(tmp_path / "deep" / "x.pt", {"torch": "2"})
     assert checkpoint.load() is None
     checkpoint.rows.append({"step": 0})
     checkpoint.save({"weights": torch.ones(2)})
     checkpoint.rows.append({"step": 1})
-    again = study.Checkpoint(tmp_path / "deep" / "x.pt")
+    again = study.Checkpoint(tmp_path / "deep" / "x.pt", {"torch": "2"})
     state = again.load()
     assert state is not None and torch.equal(state["weights"], torch.ones(2))
     assert again.rows == [{"step": 0}]
@@ -321,15 +326,13 @@ def test_smoke_run_takes_the_dataset_that_is_asked_for(toy: Path, tmp_path: Path
     asked = ["--smoke", "--dataset", "tiny", "--methods", "sgd"]
     run = invoke("toy-line", *asked, "--out", tmp_path / "asked", data_dir=data_dir)
     assert run.exit_code == 0, run.stderr
-    config = json.loads((tmp_path / "asked" / "toy-line" / "config.json").read_text())
-    assert config["args"]["dataset"] == "tiny"
+    assert done(tmp_path / "asked")[0]["by"]["args"]["dataset"] == "tiny"
     report = (tmp_path / "asked" / "toy-line" / "report.md").read_text()
     assert "`python -m reproduce toy-line --smoke --data-dir FOLDER --dataset tiny --methods sgd`" in report
     # without --dataset it takes scikit-learn's digits, whether or not there is a folder
     run = invoke("toy-line", "--smoke", "--out", tmp_path / "other", data_dir=data_dir)
     assert run.exit_code == 0, run.stderr
-    config = json.loads((tmp_path / "other" / "toy-line" / "config.json").read_text())
-    assert config["args"]["dataset"] == "digits"
+    assert done(tmp_path / "other")[0]["by"]["args"]["dataset"] == "digits"
     assert rows(tmp_path / "other")[0]["loss"] != rows(tmp_path / "asked")[0]["loss"]
 
 
@@ -379,14 +382,6 @@ def test_minibatches_are_epochs() -> None:
 )
 def test_spread(values: list[float], text: str) -> None:
     assert reporting.spread(values) == text
-
-
-def test_rows_keep_their_types(tmp_path: Path) -> None:
-    written: list[dict[str, Any]] = [{"a": 1, "b": 0.1, "c": 'x, "y"'}, {"a": 1.0, "d": 1e-300}]
-    record._write_table(tmp_path / "x.csv", ["a", "b", "c", "d"], written)
-    columns, found = record._read_table(tmp_path / "x.csv")
-    assert (columns, found) == (["a", "b", "c", "d"], written)
-    assert [type(value) for row in found for value in row.values()] == [int, float, str, float, float]
 
 
 def test_learning_rates_fall_to_zero() -> None:
