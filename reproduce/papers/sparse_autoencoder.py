@@ -296,7 +296,7 @@ def _draw(rows: list[study.Row], present: list[str], sets: list[str], path: Path
             plot.plot([100 * e for e in errors], [place] * len(errors), "o", color=own, markersize=6)
         plot.set_yticks(range(len(present)), present if name == sets[0] else [""] * len(present))
         plot.set_ylim(len(present) - 0.5, -0.5)
-        plot.set_xlim(left=0)
+        plot.set_xlim(0, 1.05 * plot.dataLim.x1)
         plot.set_title(name)
         plot.set_xlabel("variance unexplained, %")
         plot.grid(axis="y", alpha=0.3)
