@@ -106,10 +106,8 @@ class BudgetBackward {
             moment += wf * z;
             pull += fv * z;
             if (keep) {
-              const bool whole = lanes == kWidth<R>;
-              const Vec<R> y = load(b.y + i);
-              whole ? store(kept_f + at + i, f) : store_part(kept_f + at + i, lanes, f);
-              whole ? store(kept_y + at + i, y) : store_part(kept_y + at + i, lanes, y);
+              store_beside(kept_f + at, i, lanes, f);
+              store_beside(kept_y + at, i, lanes, load(b.y + i));
             }
           });
           sums += {static_cast<double>(sum<R>(mass)), static_cast<double>(sum<R>(mean)),
@@ -139,13 +137,12 @@ class BudgetBackward {
           const R *p = fetch(x_, at, count, from), *q = fetch(cost, at, count, costs),
                   *g = fetch(grad, at, count, incoming);
           vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
-            const bool whole = lanes == kWidth<R>;
             const Vec<R> f = beside(kept_f + at, i, lanes), y = beside(kept_y + at, i, lanes);
             const Vec<R> w = x > -kInf<R> ? beside(q, i, lanes) : Vec<R>{};
             Vec<R> dx, dw;
             gradients(f, y, w, beside(g, i, lanes), dx, dw);
-            whole ? store(kept_f + at + i, dx) : store_part(kept_f + at + i, lanes, dx);
-            whole ? store(kept_y + at + i, dw) : store_part(kept_y + at + i, lanes, dw);
+            store_beside(kept_f + at, i, lanes, dx);
+            store_beside(kept_y + at, i, lanes, dw);
           });
         }
       });
@@ -180,12 +177,11 @@ class BudgetBackward {
           if (logs) F_.log_densities(b.z, count, b.log_f);
         }
         vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
-          const bool whole = lanes == kWidth<R>;
           Vec<R> dx, dw;
           value(b, i, beside(g, i, lanes), dx, dw);
           dw = x == -kInf<R> ? Vec<R>{} : dw;
-          whole ? store(to_x + i, dx) : store_part(to_x + i, lanes, dx);
-          whole ? store(to_cost + i, dw) : store_part(to_cost + i, lanes, dw);
+          store_beside(to_x, i, lanes, dx);
+          store_beside(to_cost, i, lanes, dw);
         });
         if (!own_x) put(grad_x_, x_.dtype, at, count, dxs);
         if (!own_cost) put(grad_cost_, cost_.dtype, at, count, dws);
@@ -352,20 +348,10 @@ inline void budget_backward_rows(const BudgetSpec& spec, const BlockCdf& F, cons
     BudgetBackward(spec, F, rows, i).run(grad_budget, grad_tau);
     rows.put(i, grad_budget, grad_tau);
   };
-  int64_t i = begin;
-  constexpr int width = LaneBudgetBackward::width;
-  if (exact(spec.by_value) && !spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
-      rows.x(begin).dtype != Dtype::kDouble && rows.cost(begin).dtype != Dtype::kDouble && F.fits_float) {
-    LaneBudgetBackward lanes(spec, F);
-    bool done[width];
-    for (; i + width <= end; i += width) {
-      lanes.run(rows, i, done);
-      for (int j = 0; j < width; ++j) {
-        if (!done[j]) one(i + j);
-      }
-    }
-  }
-  for (; i < end; ++i) one(i);
+  LaneBudgetBackward lanes(spec, F);
+  const bool together = exact(spec.by_value) && !spec.at_most && begin < end && F.fits_float &&
+                        fits_tile(rows.x(begin), spec.n) && fits_tile(rows.cost(begin), spec.n);
+  each_row(together, begin, end, [&](int64_t first, bool* done) { lanes.run(rows, first, done); }, one);
 }
 
 // The rows [begin, end).

@@ -72,9 +72,8 @@ class LaneBudgetBackward {
       vectors<float>(grads[j], n_, 0.0f, [&](VecF v, int i, int lanes) {
         const VecF dx = load(f + i) * (v - beside(costs[j], i, lanes) * m) * factor;
         const VecF dw = -m * load(y + i) - (by_value ? t * dx : VecF{});
-        const bool whole = lanes == width;
-        whole ? store(to_x + i, dx) : store_part(to_x + i, lanes, dx);
-        whole ? store(to_cost + i, dw) : store_part(to_cost + i, lanes, dw);
+        store_beside(to_x, i, lanes, dx);
+        store_beside(to_cost, i, lanes, dw);
       });
       if (!direct) put(rows.grad_x(first + j), dtype, 0, n_, to_x);
       if (!direct_cost) put(rows.grad_cost(first + j), cost_dtype, 0, n_, to_cost);

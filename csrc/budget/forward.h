@@ -62,25 +62,16 @@ void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int
                          goal, t);
     rows.put(i, t);
   };
-  int64_t i = begin;
   if constexpr (LaneBudget<C, kByValue>::serves) {
-    constexpr int width = LaneBudget<C, kByValue>::width;
-    if (!spec.at_most && spec.n > 0 && spec.n <= kShortRow && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
-      LaneBudget<C, kByValue> lanes(spec, F);
-      bool ordinary[width];
-      for (; i + width <= end; i += width) {
-        {
-          const FlushSubnormals flush;
-          lanes.solve(rows, i, ordinary);
-        }
-        for (int j = 0; j < width; ++j) {
-          if (!ordinary[j]) one(i + j);
-        }
-      }
-    }
+    LaneBudget<C, kByValue> lanes(spec, F);
+    auto several = [&](int64_t first, bool* done) {
+      const FlushSubnormals flush;
+      lanes.solve(rows, first, done);
+    };
+    const bool together = !spec.at_most && begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float;
+    return each_row(together, begin, end, several, one);
   }
-  for (; i < end; ++i) one(i);
+  for (int64_t i = begin; i < end; ++i) one(i);
 }
 
 // The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What

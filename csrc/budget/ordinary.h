@@ -38,10 +38,8 @@ KHOT_APART inline double unit_of(const Row& cost, int64_t n) {
 template <bool kByValue>
 KHOT_APART MomentSums moment_sums(const Row& x, const Row& cost, int64_t n, const Parallel* inside,
                                   float origin, float s) {
-  return reduce<float, MomentSums>(
-      x, n, inside, [=](MomentSums& sums, const float* p, int count, int64_t at) {
-        float buffer[kBlock];
-        const float* q = fetch(cost, at, count, buffer);
+  return reduce_beside<float, MomentSums>(
+      x, cost, n, inside, [=](MomentSums& sums, const float* p, const float* q, int count) {
         VecF w{}, d{}, dd{}, ww{}, wd{}, www{}, most{};
         IntF bad{};
         vectors<float>(p, count, -kInf<float>, [&](VecF v, int i, int lanes) {

@@ -59,8 +59,7 @@ struct Position {
   // z for a block of entries; 0 where a score is infinite. It has room for whole vectors.
   KHOT_APART void put(const R* x, const R* w, int count, R* z) const {
     vectors<R>(x, count, kInf<R>, [&](Vec<R> v, int i, int lanes) {
-      const Vec<R> costs = lanes == kWidth<R> ? load(w + i) : load_part(w + i, lanes, R(0));
-      store(z + i, abs<R>(v) < kInf<R> ? (*this)(v, costs) : Vec<R>{});
+      store(z + i, abs<R>(v) < kInf<R> ? (*this)(v, beside(w, i, lanes)) : Vec<R>{});
     });
   }
 };

@@ -137,15 +137,9 @@ class CountLanes {
   template <class Group, class One>
   static KHOT_INLINE void each(const CountSpec& spec, const C& F, const CountRows& rows, int64_t begin,
                                int64_t end, Group group, One one) {
-    int64_t i = begin;
-    if (spec.levels == 1 && spec.n <= kShortRow && rows.x(i).dtype != Dtype::kDouble && end - i >= width) {
-      CountLanes lanes(spec, F);
-      for (; i + width <= end; i += width) {
-        if (group(lanes, i)) continue;
-        for (int j = 0; j < width; ++j) one(i + j);
-      }
-    }
-    for (; i < end; ++i) one(i);
+    CountLanes lanes(spec, F);
+    auto several = [&](int64_t first, bool* done) { std::fill(done, done + width, group(lanes, first)); };
+    each_row(spec.levels == 1 && begin < end && fits_tile(rows.x(begin), spec.n), begin, end, several, one);
   }
 
   CountLanes(const CountSpec& spec, const C& F)
@@ -250,21 +244,21 @@ CountGradients count_gradients_row(const CountSpec& spec, const C& F, const Row&
   const Level<R, C> at(F, level, tau, spec.centred);
   const R factor = static_cast<R>(grad / tau);
   const bool own = x.dtype == own_dtype;
-  return reduce<R, CountGradients>(
-      x, spec.n, spec.inside, [=](CountGradients& sums, const R* p, int count, int64_t begin) {
-        R results[kBlock];
-        R* const target = own ? static_cast<R*>(grad_x) + begin : results;
-        Vec<R> f_sum{}, fz_sum{};
-        vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
-          Vec<R> z;
-          const Vec<R> f = at.density(v, z), value = f * factor;
-          f_sum += f;
-          fz_sum += f != 0 ? f * z : Vec<R>{};  // z may be infinite
-          lanes == kWidth<R> ? store(target + i, value) : store_part(target + i, lanes, value);
-        });
-        sums.f += sum<R>(f_sum), sums.fz += sum<R>(fz_sum);
-        if (!own) put(grad_x, x.dtype, begin, count, results);
-      });
+  return reduce<R, CountGradients>(x, spec.n, spec.inside,
+                                   [=](CountGradients& sums, const R* p, int count, int64_t begin) {
+                                     R results[kBlock];
+                                     R* const target = own ? static_cast<R*>(grad_x) + begin : results;
+                                     Vec<R> f_sum{}, fz_sum{};
+                                     vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
+                                       Vec<R> z;
+                                       const Vec<R> f = at.density(v, z), value = f * factor;
+                                       f_sum += f;
+                                       fz_sum += f != 0 ? f * z : Vec<R>{};  // z may be infinite
+                                       store_beside(target, i, lanes, value);
+                                     });
+                                     sums.f += sum<R>(f_sum), sums.fz += sum<R>(fz_sum);
+                                     if (!own) put(grad_x, x.dtype, begin, count, results);
+                                   });
 }
 
 // Several levels: a block of the row meets all levels in turn. Their sum is in double, because there may be

@@ -66,7 +66,7 @@ class FloatLevel {
     vectors<float>(lower.below, count, 0, [&](VecF below, int i, int lanes) {
       const VecF rise =
           C::rise(load(upper.below + i), load(upper.rest + i), below, load(lower.rest + i), share);
-      lanes == kWidth<float> ? store(out + i, rise) : store_part(out + i, lanes, rise);
+      store_beside(out, i, lanes, rise);
     });
   }
   template <class C>

@@ -114,7 +114,7 @@ class RowPasses {
     return sum_values<true>(x_, -kInf<float>, [=](VecF x, VecF a, int64_t at, int lanes) {
       if (kStores) fetch_ahead<false>(start + at, next);
       const VecF e = exp2_held(offset_below<Terms>(x, hi, a) * scale + lo * u<Terms>(a));
-      if (kStores) lanes == kWidth<float> ? store(out + at, e) : store_part(out + at, lanes, e);
+      if (kStores) store_beside(out + at, 0, lanes, e);
       return C::from_odds(e);
     });
   }
@@ -151,8 +151,7 @@ class RowPasses {
         } else {
           const VecF y = F.template value<float>(z);
           D.add(Terms::weighted ? a * y : above ? y - 1 : y);
-          if (out != nullptr)
-            lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
+          if (out != nullptr) store_beside(target, i, lanes, y);
         }
       };
       vectors<float>(p, count, -kInf<float>, add, [&] { D.flush(), seen.flush(); });
@@ -280,8 +279,7 @@ class RowPasses {
                                     fetch_ahead<true>(target + i, next);
                                     const VecF a = costs.a(i, lanes), y = local(x, a);
                                     total.add(a * y);
-                                    lanes == kWidth<float> ? store(target + i, y)
-                                                           : store_part(target + i, lanes, y);
+                                    store_beside(target, i, lanes, y);
                                   };
                                   vectors<float>(p, count, pad, add, [&] { total.flush(); });
                                   s.sum += sum<double>(total.total);

@@ -11,12 +11,6 @@
 
 namespace khot::KHOT_ISA {
 
-// A vector of another row at the entries where a vector of the first row was taken.
-template <class R>
-KHOT_INLINE Vec<R> beside(const R* p, int i, int lanes, R pad = 0) {
-  return lanes == kWidth<R> ? load(p + i) : load_part(p + i, lanes, pad);
-}
-
 struct Unit {
   static constexpr bool weighted = false, by_value = false;
 

@@ -151,7 +151,18 @@ KHOT_INLINE void vectors(const R* p, int count, R pad, Body body) {
   if (i < count) body(load_part(p + i, count - i, pad), i, count - i);
 }
 
-// The same, with flush() after at most kGroup vectors and at the end.
+// A vector of another row at the entries where a vector of the first row was taken, and one of the results
+// there.
+template <class R>
+KHOT_INLINE Vec<R> beside(const R* p, int i, int lanes, R pad = 0) {
+  return lanes == kWidth<R> ? load(p + i) : load_part(p + i, lanes, pad);
+}
+template <class R>
+KHOT_INLINE void store_beside(R* p, int i, int lanes, Vec<R> v) {
+  lanes == kWidth<R> ? store(p + i, v) : store_part(p + i, lanes, v);
+}
+
+// vectors(), with flush() after at most kGroup vectors and at the end.
 constexpr int kGroup = 4;
 template <class R, class Body, class Flush>
 KHOT_INLINE void vectors(const R* p, int count, R pad, Body body, Flush flush) {
@@ -232,6 +243,15 @@ Sums reduce(const Row& row, int64_t n, const Parallel* inside, const Body& body)
   return reduce_chunks<Sums>(n, inside, &context, Context::sums_of);
 }
 
+// The same with a block q of another row beside p: body(sums, p, q, count).
+template <class R, class Sums, class Body>
+Sums reduce_beside(const Row& row, const Row& other, int64_t n, const Parallel* inside, const Body& body) {
+  return reduce<R, Sums>(row, n, inside, [=](Sums& sums, const R* p, int count, int64_t at) {
+    R buffer[kBlock];
+    body(sums, p, fetch(other, at, count, buffer), count);
+  });
+}
+
 // out[i] = value(x, i, lanes) for the vectors x of the row, which begin at entry i.
 template <class R, class Value>
 void map(const Row& row, int64_t n, const Parallel* inside, void* out, Dtype dtype, Value value) {
@@ -243,12 +263,27 @@ void map(const Row& row, int64_t n, const Parallel* inside, void* out, Dtype dty
       const R* p = fetch(row, at, count, buffer);
       R* target = dtype == own ? static_cast<R*>(out) + at : results;
       vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
-        const Vec<R> y = value(x, at + i, lanes);
-        if (lanes == kWidth<R>) {
-          store(target + i, y);
-        } else {
-          store_part(target + i, lanes, y);
-        }
+        store_beside(target, i, lanes, value(x, at + i, lanes));
+      });
+      if (dtype != own) put(out, dtype, at, count, results);
+    }
+  });
+}
+
+// out[i] = value(x, v) for the vectors x of the row and v of another row.
+template <class R, class Value>
+void map_beside(const Row& row, const Row& other, int64_t n, const Parallel* inside, void* out, Dtype dtype,
+                Value value) {
+  constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
+  chunks(n, inside, [&](int64_t begin, int64_t end, int64_t) {
+    R from[kBlock], beside_it[kBlock], results[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      const R *p = fetch(row, at, count, from), *q = fetch(other, at, count, beside_it);
+      R* const target = dtype == own ? static_cast<R*>(out) + at : results;
+      const Value local = value;  // a local copy stays in registers, as no store can change it
+      vectors<R>(p, count, R(0), [&](Vec<R> x, int i, int lanes) {
+        store_beside(target, i, lanes, local(x, beside(q, i, lanes)));
       });
       if (dtype != own) put(out, dtype, at, count, results);
     }

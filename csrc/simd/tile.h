@@ -10,6 +10,27 @@ namespace khot::KHOT_ISA {
 
 KHOT_INLINE VecF* column(float* tile, int i) { return reinterpret_cast<VecF*>(tile + i * kWidth<float>); }
 
+// Whether rows like this one may lie in a tile, in float.
+inline bool fits_tile(const Row& row, int64_t n) {
+  return n > 0 && n <= kShortRow && row.dtype != Dtype::kDouble;
+}
+
+// Takes the rows [begin, end): where `together`, as many at once as a vector of floats has lanes, by
+// several(first, done), and the others by one(row). done[j] says whether row first + j needs no more.
+template <class Several, class One>
+KHOT_INLINE void each_row(bool together, int64_t begin, int64_t end, Several several, One one) {
+  constexpr int width = kWidth<float>;
+  int64_t i = begin;
+  for (; together && i + width <= end; i += width) {
+    bool done[width];
+    several(i, done);
+    for (int j = 0; j < width; ++j) {
+      if (!done[j]) one(i + j);
+    }
+  }
+  for (; i < end; ++i) one(i);
+}
+
 // Fills a tile with n entries from each p[j].
 inline KHOT_APART void to_columns(const float* const* p, int n, float* tile) {
   constexpr int width = kWidth<float>;

@@ -21,51 +21,37 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
     grad_k = grad_tau = value;
     return fill_constant<double>(spec, grad_x, x.dtype, x, value, value, 0);
   }
-  const bool fast = float_carries(spec, F, x.dtype, tau);
-  if constexpr (C::log_fits_float) {
-    if (fast && spec.output == Output::kLog &&
-        backward_ordinary_log(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau)) {
-      return;
+  const double none = 0;
+  const bool threshold = spec.output == Output::kThreshold, log = spec.output == Output::kLog;
+  const Row v = threshold ? Row{&none, Dtype::kDouble, 0} : grad;
+  const bool fast = float_carries(spec, F, x.dtype, tau) || float_carries_threshold(spec, F, x.dtype, tau);
+  const bool in_double = tau > 1e-100 && tau < 1e100;
+  auto ordinary = [&](const auto& density, const Row& source) {
+    return backward_ordinary(spec, density, source, v, grad_lo, tau, grad_x, grad_k, grad_tau);
+  };
+  auto done = [&](const auto& density, const Row& source) {
+    return ordinary(density, source) == Gradients::kWritten;
+  };
+  if (log) {
+    if constexpr (C::log_fits_float) {
+      if (fast && done(LogDensity<float, C>(F, t, tau), x)) return;
+      if (in_double && done(LogDensity<double, C>(F, t, tau), x)) return;
     }
-    if (spec.output == Output::kLog && tau > 1e-100 && tau < 1e100) {
-      const LogDensity<double, C> density(F, t, tau);
-      if (backward_ordinary(spec, density, x, grad, grad_lo, tau, grad_x, grad_k, grad_tau) ==
-          Gradients::kWritten)
-        return;
-    }
+    return backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
   }
-  if (fast && spec.output == Output::kValue) {
+  if (fast) {
     if constexpr (C::density_from_value) {
-      const ValueDensity<C> density(F, t, tau);
-      if (y.data != nullptr && backward_ordinary(spec, density, y, grad, grad_lo, tau, grad_x, grad_k,
-                                                 grad_tau) == Gradients::kWritten) {
-        return;
-      }
+      if (!threshold && y.data != nullptr && done(ValueDensity<C>(F, t, tau), y)) return;
     }
-    const ScoreDensity<float, C> density(F, t, tau);
-    const Gradients gradients =
-        backward_ordinary(spec, density, x, grad, grad_lo, tau, grad_x, grad_k, grad_tau);
+    const Gradients gradients = ordinary(ScoreDensity<float, C>(F, t, tau), x);
     if (gradients == Gradients::kWritten) return;
     if (!C::full_support && gradients == Gradients::kFlat && grad_lo == 0) {
-      grad_k = gap_gradient(spec, gap_around(spec, x, grad, t).sums);
+      grad_k = gap_gradient(spec, gap_around(spec, x, v, t).sums);
       return fill_constant<float>(spec, grad_x, x.dtype, x, 0, 0, 0);
     }
   }
-  if (float_carries_threshold(spec, F, x.dtype, tau)) {
-    const double none = 0;
-    const ScoreDensity<float, C> density(F, t, tau);
-    if (backward_ordinary(spec, density, x, Row{&none, Dtype::kDouble, 0}, grad_lo, tau, grad_x, grad_k,
-                          grad_tau) == Gradients::kWritten)
-      return;
-  }
-  if (spec.output != Output::kLog && tau > 1e-100 && tau < 1e100) {
-    const double none = 0;
-    const Row v = spec.output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad;
-    const ScoreDensity<double, C> density(F, t, tau);
-    if (backward_ordinary(spec, density, x, v, grad_lo, tau, grad_x, grad_k, grad_tau) == Gradients::kWritten)
-      return;
-  }
-  backward_careful(spec, F, x, grad, grad_lo, tau, t, grad_x, grad_k, grad_tau);
+  if (in_double && done(ScoreDensity<double, C>(F, t, tau), x)) return;
+  backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
 
 // The rows [begin, end), in groups where they are short, as in choose.h.
@@ -78,23 +64,12 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
                    rows.threshold(i), rows.grad_x(i), grad_k, grad_tau);
       rows.put(i, grad_k, grad_tau);
     };
-    int64_t i = begin;
-    constexpr int width = LaneBackward<C>::width;
-    const bool threshold = C::full_support && spec.output == Output::kThreshold;
-    const bool together =
-        threshold || spec.output == Output::kValue || (C::log_fits_float && spec.output == Output::kLog);
-    if (spec.n > 0 && spec.n <= kShortRow && together && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
-      LaneBackward<C> lanes(spec, F);
-      bool done[width];
-      for (; i + width <= end; i += width) {
-        lanes.run(rows, i, done);
-        for (int j = 0; j < width; ++j) {
-          if (!done[j]) one(i + j);
-        }
-      }
-    }
-    for (; i < end; ++i) one(i);
+    const bool suits =
+        spec.output == Output::kValue || (spec.output == Output::kLog ? C::log_fits_float : C::full_support);
+    LaneBackward<C> lanes(spec, F);
+    each_row(
+        suits && begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float, begin, end,
+        [&](int64_t first, bool* done) { lanes.run(rows, first, done); }, one);
   });
 }
 

@@ -44,14 +44,11 @@ inline Gap gap_around(const Spec& spec, const Row& x, const Row& grad, Threshold
         });
         e += {-maximum<double>(-up), maximum<double>(down)};
       });
-  const EdgeSums s = reduce<double, EdgeSums>(
-      x, spec.n, spec.inside, [=](EdgeSums& e, const double* p, int count, int64_t at) {
-        double buffer[kBlock];
-        const double* g = fetch(grad, at, count, buffer);
+  const EdgeSums s = reduce_beside<double, EdgeSums>(
+      x, grad, spec.n, spec.inside, [=](EdgeSums& e, const double* p, const double* g, int count) {
         VecD up_count{}, up{}, down_count{}, down{};
         vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
-          const VecD offset = x - t.hi,
-                     v = lanes == kWidth<double> ? load(g + i) : load_part(g + i, lanes, 0.0);
+          const VecD offset = x - t.hi, v = beside(g, i, lanes);
           const IntD finite = abs<double>(offset) < kInfinity;
           const IntD above = finite & (offset == edges.up), below = finite & (offset == edges.down);
           up_count += above ? splat(1.0) : VecD{}, up += above ? v : VecD{};
@@ -79,8 +76,8 @@ struct CarefulSums {
   void operator+=(const CarefulSums& o) { mass += o.mass, wz += o.wz, v += o.v, u += o.u, uz += o.uz; }
 };
 
-// The gradients of any output, in double, with weights relative to the largest density. It serves log y, and
-// rows whose densities are too small for the ordinary kernel.
+// The gradients of any output (grad is 0 where that is the threshold), in double, with weights relative to
+// the largest density. It serves log y, and rows whose densities are too small for the ordinary kernel.
 template <class C>
 KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo,
                                  double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
@@ -102,10 +99,6 @@ KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, con
     const VecD u = v * exp<R>(log_rate), share = v * exp<R>(log_rate - top);
     return {still ? VecD{} : u, still ? VecD{} : share};
   };
-  auto load_grad = [](const double* g, int i, int lanes) {
-    return lanes == kWidth<R> ? load(g + i) : load_part(g + i, lanes, 0.0);
-  };
-
   const LargestDensity largest = reduce<R, LargestDensity>(
       x, spec.n, spec.inside, [=](LargestDensity& s, const R* p, int count, int64_t) {
         VecD most = splat(-kInfinity);
@@ -117,17 +110,14 @@ KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, con
       });
   const double top = largest.log_f;
   const double base = std::max(top, -kHuge);
-  const CarefulSums s = reduce<R, CarefulSums>(
-      x, spec.n, spec.inside, [=](CarefulSums& sums, const R* p, int count, int64_t at) {
-        double buffer[kBlock];
-        const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, buffer);
+  const CarefulSums s = reduce_beside<R, CarefulSums>(
+      x, grad, spec.n, spec.inside, [=](CarefulSums& sums, const R* p, const R* g, int count) {
         VecD mass{}, wz{}, v_sum{}, u_sum{}, uz{};
         vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
           const VecD z = standardize(v), log_f = F.template log_density<R>(z);
           const VecD bounded = clamp_above<R>(clamp_below<R>(z, -1e300), 1e300);
           const VecD weight = exp<R>(log_f - base);
-          const Cotangent c =
-              cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
+          const Cotangent c = cotangent(z, log_f, weight, beside(g, i, lanes), base);
           mass += weight;
           wz += weight * bounded;
           v_sum += c.share;
@@ -145,9 +135,7 @@ KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, con
   grad_tau = (s.u * z_mean - s.uz) / tau - grad_lo * z_mean;
   double up = kNan, down = kNan, at_up = 0, at_down = 0;  // of a gap: its edges, and dL/dx there
   if (!C::full_support && !live) {
-    const double none = 0;
-    const Gap gap =
-        gap_around(spec, x, output == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : grad, t);
+    const Gap gap = gap_around(spec, x, grad, t);
     if (output != Output::kThreshold) grad_k = gap_gradient(spec, gap.sums);
     // t = (up + down)/2 - tau/2, because the support is (0, 1)
     const EdgeSums& edges = gap.sums;
@@ -157,25 +145,12 @@ KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, con
   }
 
   const double spread = live ? (grad_lo - s.u / tau) / s.mass : 0;
-  chunks(spec.n, spec.inside, [&](int64_t begin, int64_t end, int64_t) {
-    double from[kBlock], incoming[kBlock], results[kBlock + kWidth<R>];
-    for (int64_t at = begin; at < end; at += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
-      const double* p = fetch(x, at, count, from);
-      const double* g = output == Output::kThreshold ? nullptr : fetch(grad, at, count, incoming);
-      vectors<R>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
-        const VecD z = standardize(v), log_f = F.template log_density<R>(z);
-        const VecD weight = exp<R>(log_f - base);
-        const Cotangent c = cotangent(z, log_f, weight, g == nullptr ? VecD{} : load_grad(g, i, lanes), base);
-        VecD result = c.u / tau + weight * spread;
-        if constexpr (!C::full_support) {
-          const VecD offset = v - t.hi;
-          result = offset == up ? splat(at_up) : offset == down ? splat(at_down) : result;
-        }
-        store(results + i, result);
-      });
-      put(grad_x, x.dtype, at, count, results);
-    }
+  map_beside<R>(x, grad, spec.n, spec.inside, grad_x, x.dtype, [=](VecD score, VecD v) {
+    const VecD z = standardize(score), log_f = F.template log_density<R>(z), weight = exp<R>(log_f - base);
+    const VecD result = cotangent(z, log_f, weight, v, base).u / tau + weight * spread;
+    if constexpr (C::full_support) return result;
+    const VecD offset = score - t.hi;
+    return offset == up ? splat(at_up) : offset == down ? splat(at_down) : result;
   });
 }
 

@@ -59,7 +59,7 @@ class LaneBackward {
       const float* const g = grads[j] = fetch(grad, 0, n_, grads_ + j * kShortRow);
       DensitySums<float> sums;
       vectors<float>(x, n_, Density::kPad, [&](VecF v, int i, int lanes) {
-        const VecF now = row.density(v, lanes == width ? load(g + i) : load_part(g + i, lanes, 0.0f), sums);
+        const VecF now = row.density(v, beside(g, i, lanes), sums);
         if (Density::kKeeps) store(keep + i, now);
       });
       f[j] = sums.f, fz[j] = sums.fz, fv[j] = sums.fv, fzv[j] = sums.fzv, y[j] = sums.y;
@@ -80,10 +80,8 @@ class LaneBackward {
       float* const target = direct ? static_cast<float*>(rows.grad_x(first + j)) : x_;
       const float offset = grad_k[j];  // dL/dx = f (v - mean)/tau + f grad_lo/sum f
       vectors<float>(grads[j], n_, 0.0f, [&](VecF v, int i, int lanes) {
-        const bool padded = Density::kKeeps || lanes == width;
-        const VecF before = padded ? load(kept[j] + i) : load_part(kept[j] + i, lanes, 0.0f);
-        const VecF value = row.gradient(before, v, offset);
-        lanes == width ? store(target + i, value) : store_part(target + i, lanes, value);
+        const VecF before = Density::kKeeps ? load(kept[j] + i) : beside(kept[j], i, lanes);
+        store_beside(target, i, lanes, row.gradient(before, v, offset));
       });
       if (!direct) put(rows.grad_x(first + j), dtype, 0, n_, target);
     }

@@ -67,32 +67,24 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
       forward_row(spec, F, rows.x(i), rows.k(i), rows.tau(i), rows.out(i), goal, t);
       rows.put(i, t);
     };
-    int64_t i = begin;
-    constexpr int width = LaneSolver<C>::width;
     const bool threshold = spec.output == Output::kThreshold;
-    const bool together =
-        threshold || spec.output == Output::kValue || (C::log_fits_float && spec.output == Output::kLog);
-    if (spec.n > 0 && spec.n <= kShortRow && together && end - begin >= width &&
-        rows.x(begin).dtype != Dtype::kDouble && F.fits_float) {
-      LaneSolver<C> lanes(spec, F);
-      bool ordinary[width];
-      for (; i + width <= end; i += width) {
-        {
-          const FlushSubnormals flush;
-          lanes.solve(rows, i, goal, ordinary);
-        }
-        for (int j = 0; j < width; ++j) {
-          if (threshold && ordinary[j]) {
-            Threshold t = lanes.threshold(j);
-            ordinary[j] =
-                polish(rows.x(i + j), spec.n, rows.tau(i + j), F, nullptr, rows.k(i + j), lanes.slope(j), t);
-            rows.put(i + j, t);
-          }
-          if (!ordinary[j]) one(i + j);
-        }
+    const bool together = begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float &&
+                          (C::log_fits_float || spec.output != Output::kLog);
+    LaneSolver<C> lanes(spec, F);
+    auto several = [&](int64_t first, bool* done) {
+      {
+        const FlushSubnormals flush;
+        lanes.solve(rows, first, goal, done);
       }
-    }
-    for (; i < end; ++i) one(i);
+      for (int64_t j = 0; threshold && j < lanes.width; ++j) {
+        if (!done[j]) continue;
+        const int64_t i = first + j;
+        Threshold t = lanes.threshold(j);
+        done[j] = polish(rows.x(i), spec.n, rows.tau(i), F, nullptr, rows.k(i), lanes.slope(j), t);
+        rows.put(i, t);
+      }
+    };
+    each_row(together, begin, end, several, one);
   });
 }
 

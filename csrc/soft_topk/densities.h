@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "cdfs.h"
 #include "simd/passes.h"
@@ -17,10 +18,28 @@ constexpr double kLeastMass = sizeof(R) == 4 ? 1e-20 : 1e-100;
 
 template <class R>
 struct DensitySums {
+  static constexpr bool kLong = false;
   Vec<R> f{}, fz{}, fv{}, fzv{}, y{};
+  KHOT_INLINE void add(Vec<R> own_f, Vec<R> own_fz, Vec<R> own_fv, Vec<R> own_fzv) {
+    f += own_f, fz += own_fz, fv += own_fv, fzv += own_fzv;
+  }
+  KHOT_INLINE double v_total() const { return sum<R>(fv); }
+  KHOT_INLINE double zv_total() const { return sum<R>(fzv); }
+};
+// The same where the sums of v need more digits than float has.
+struct LongDensitySums {
+  static constexpr bool kLong = true;
+  VecF f{}, fz{}, y{};
+  LongSum fv, fzv;
+  KHOT_INLINE void add(VecF own_f, VecF own_fz, VecF own_fv, VecF own_fzv) {
+    f += own_f, fz += own_fz, fv.add(own_fv), fzv.add(own_fzv);
+  }
+  KHOT_INLINE void flush() { fv.flush(), fzv.flush(); }
+  KHOT_INLINE double v_total() const { return sum<double>(fv.total); }
+  KHOT_INLINE double zv_total() const { return sum<double>(fzv.total); }
 };
 
-// A pass over a row by a source of f: density(x, v, sums) adds to the sums and returns kept(x), from which
+// A pass over a row by a source of f: density(x, v, sums) adds to the Sums and returns kept(x), from which
 // gradient(kept, v, offset) makes dL/dx. reliable(mass, y, n) says whether the sums have the
 // digits that matter. The traits of a source:
 //
@@ -32,6 +51,7 @@ struct DensitySums {
 template <class R, class C>
 struct ScoreDensity {
   using Real = R;
+  using Sums = DensitySums<R>;
   static constexpr R kPad = -kInf<R>;
   static constexpr bool kMoments = true, kKeeps = true;
   C F;
@@ -49,10 +69,7 @@ struct ScoreDensity {
   KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, DensitySums<R>& sums) const {
     const Vec<R> z = standardized(x), f = F.template density<R>(z);
     const Vec<R> fz = f > 0 ? f * z : Vec<R>{};  // z may be infinite
-    sums.f += f;
-    sums.fz += fz;
-    sums.fv += f * v;
-    sums.fzv += fz * v;
+    sums.add(f, fz, f * v, fz * v);
     return f;
   }
   KHOT_INLINE Vec<R> kept(Vec<R> x) const { return F.template density<R>(standardized(x)); }
@@ -65,6 +82,7 @@ struct ScoreDensity {
 // The same for log y.
 template <class R, class C>
 struct LogDensity : ScoreDensity<R, C> {
+  using Sums = std::conditional_t<sizeof(R) == 4, LongDensitySums, DensitySums<R>>;
   using ScoreDensity<R, C>::ScoreDensity;
 
   // What F and f are made of again. At an infinite score nothing moves.
@@ -72,14 +90,12 @@ struct LogDensity : ScoreDensity<R, C> {
     const Vec<R> value = C::log_state(z);
     return abs<R>(z) < kInf<R> ? value : Vec<R>{};
   }
-  KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, DensitySums<R>& sums) const {
+  template <class Sums>
+  KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, Sums& sums) const {
     const Vec<R> z = this->standardized(x), kept = state(z);
     Vec<R> f;
     const Vec<R> u = v * C::log_slope(kept, f);
-    sums.f += f;
-    sums.fz += f > 0 ? f * z : Vec<R>{};
-    sums.fv += u;
-    sums.fzv += u != 0 ? u * z : Vec<R>{};
+    sums.add(f, f > 0 ? f * z : Vec<R>{}, u, u != 0 ? u * z : Vec<R>{});
     return kept;
   }
   KHOT_INLINE Vec<R> kept(Vec<R> x) const { return state(this->standardized(x)); }
@@ -99,6 +115,7 @@ struct LogDensity : ScoreDensity<R, C> {
 template <class C>
 struct ValueDensity {
   using Real = float;
+  using Sums = DensitySums<float>;
   static constexpr float kPad = 0;
   static constexpr bool kMoments = false, kKeeps = false;
   float scale;
