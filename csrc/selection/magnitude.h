@@ -22,6 +22,8 @@ struct Exponent {
 
   static KHOT_INLINE VecD pow(VecD w, double by) { return exp<double>(by * log<double>(w)); }
 
+  KHOT_INLINE VecD over_tau(VecD v, double tau) const { return v / tau; }
+
   KHOT_INLINE VecD lower(VecD w) const {  // w^(e-1)
     if (whole == 0) return pow(w, e - 1);
     VecD product = splat(1.0);
@@ -51,13 +53,28 @@ struct Exponent {
   }
 };
 
+// The same for p = 2, where e = 1, without divisions.
+struct Linear {
+  double inverse_tau, factor;
+  explicit Linear(double tau) : inverse_tau(1 / tau), factor(1 / (1 + tau)) {}
+  // Whether 1/tau neither overflows nor loses digits.
+  static bool serves(const Magnitude& m) {
+    return Exponent(m.p).whole == 1 && m.tau > 1e-300 && m.tau < 1e300;
+  }
+
+  KHOT_INLINE VecD over_tau(VecD v, double /*tau*/) const { return v * inverse_tau; }
+  KHOT_INLINE VecD raise(VecD w) const { return w; }
+  KHOT_INLINE VecD alone(VecD s, double /*tau*/, VecD& /*drop*/) const { return s * factor; }
+};
+
 // Which entries are above the pooled block (alone) and which are inside it, and what pooled entries are.
 struct Block {
   VecD w, y;
   IntD alone, inside;
-  KHOT_INLINE Block(VecD s, const Magnitude& m, const Exponent& power) {
+  template <class Power>
+  KHOT_INLINE Block(VecD s, const Magnitude& m, const Power& power) {
     const VecD offset = (s - m.gamma.hi) - m.gamma.lo;
-    w = (offset < 0 ? VecD{} : offset) / m.tau;
+    w = power.over_tau(offset < 0 ? VecD{} : offset, m.tau);
     y = power.raise(w);
     alone = (y >= m.gamma.hi + m.gamma.lo) & (s >= 0);
     inside = (y > 0) & ~alone;
@@ -153,22 +170,6 @@ struct Signs {
   KHOT_INLINE VecD times(VecD v, VecD sign) const { return (VecD)((IntD)v ^ (IntD)sign); }
 };
 
-// For p = 2, Y = (s - gamma)/tau, and an entry that is alone has y = s/(1 + tau).
-struct LinearBlock {
-  VecD y;  // Y, which is w as well
-  IntD alone, inside;
-  KHOT_INLINE LinearBlock(VecD s, const Magnitude& m, double inverse_tau) {
-    const VecD offset = (s - m.gamma.hi) - m.gamma.lo;
-    y = (offset > 0 ? offset : VecD{}) * inverse_tau;
-    alone = (y >= m.gamma.hi + m.gamma.lo) & (s >= 0);
-    inside = (y > 0) & ~alone;
-  }
-  // Whether 1/tau neither overflows nor loses digits.
-  static bool serves(const Magnitude& m, const Exponent& power) {
-    return power.whole == 1 && m.tau > 1e-300 && m.tau < 1e300;
-  }
-};
-
 inline void careful_magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
   const Exponent power(m.p);
   bool constant = false;
@@ -181,21 +182,16 @@ inline void careful_magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
   if (constant) return;
   const Signs signs(m);
   const Magnitude problem = m;
-  if (LinearBlock::serves(m, power)) {
-    const double inverse_tau = 1 / m.tau, factor = 1 / (1 + m.tau);
-    return map<double>(s, n, nullptr, y, s.dtype, [=](VecD x, int64_t, int) {
+  const auto write = [&](const auto& power) {
+    map<double>(s, n, nullptr, y, s.dtype, [=](VecD x, int64_t, int) {
       const VecD v = signs.without(x);
-      const LinearBlock block(v, problem, inverse_tau);
-      return signs.times(block.alone ? v * factor : block.y, signs.of(x));
+      const Block block(v, problem, power);
+      VecD drop, value = block.y;
+      if (count(block.alone) > 0) value = block.alone ? power.alone(v, problem.tau, drop) : value;
+      return signs.times(value, signs.of(x));
     });
-  }
-  map<double>(s, n, nullptr, y, s.dtype, [=](VecD x, int64_t, int) {
-    const VecD v = signs.without(x);
-    const Block block(v, problem, power);
-    VecD drop, value = block.y;
-    if (count(block.alone) > 0) value = block.alone ? power.alone(v, problem.tau, drop) : value;
-    return signs.times(value, signs.of(x));
-  });
+  };
+  Linear::serves(m) ? write(Linear(m.tau)) : write(power);
 }
 
 // The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one.
@@ -206,25 +202,22 @@ inline void magnitude(const MagnitudeSpec& spec, const ForwardRows& rows, int64_
     rows.put(i, problem.gamma);
   };
   const auto ordinary = [&](auto exponent) {
-    constexpr int e = decltype(exponent)::value, width = kWidth<float>;
+    constexpr int e = decltype(exponent)::value;
     MagnitudeGoal goal;
     const auto one = [&](int64_t i) {
       Threshold gamma;
       const bool done = magnitude_row<e>(spec, rows.x(i), rows.k(i), rows.tau(i), rows.out(i), goal, gamma);
       done ? rows.put(i, gamma) : careful(i);
     };
-    int64_t i = begin;
-    if (spec.n <= kShortRow && end - begin >= width) {
-      MagnitudeLanes<e> lanes;
-      bool done[width];
-      for (; i + width <= end; i += width) {
-        lanes.solve(spec, rows, i, goal, done);
-        for (int j = 0; j < width; ++j) {
-          if (!done[j]) careful(i + j);
-        }
+    MagnitudeLanes<e> lanes;
+    const auto several = [&](int64_t first, bool* done) {
+      lanes.solve(spec, rows, first, goal, done);
+      for (int j = 0; j < lanes.width; ++j) {
+        if (!done[j]) careful(first + j);
+        done[j] = true;
       }
-    }
-    for (; i < end; ++i) one(i);
+    };
+    each_row(spec.n <= kShortRow, begin, end, several, one);
   };
   const int e = Exponent(spec.p).whole;
   if (begin == end) return;
@@ -236,21 +229,29 @@ inline void magnitude(const MagnitudeSpec& spec, const ForwardRows& rows, int64_
 
 // dv/ds (own) and -dv/dtau (fall) of the entries that are alone, and dY/ds (rate) of the pooled ones.
 struct Rates {
-  VecD own, fall, rate, w;
+  VecD own{}, fall{}, rate{}, w;
   IntD alone;
-  KHOT_INLINE Rates(VecD s, VecD y, const Magnitude& m, const Exponent& power) {
+  template <class Power>
+  KHOT_INLINE Rates(VecD s, VecD y, const Magnitude& m, const Power& power) {
     const Block block(s, m, power);
+    const IntD free = block.alone & (s < kInfinity);
     alone = block.alone;
     w = block.inside | (block.w != block.w) ? block.w : VecD{};
-    const VecD nothing = y != y ? y : VecD{};
-    own = fall = rate = nothing;
-    const IntD moves = block.alone & (s < kInfinity) & ((y > 0) | (power.whole == 1 ? IntD{} - 1 : IntD{}));
-    if (count(moves) > 0) {
-      const VecD value = moves & (y > 0) ? y : splat(1.0), root = power.root(value);
-      own = moves ? 1 / (1 + m.tau * (m.p - 1) * (root / value)) : nothing;
-      fall = moves & (s > 0) ? own * root : own * 0;
+    if constexpr (std::is_same_v<Power, Linear>) {
+      own = free ? splat(power.factor) : VecD{};
+      fall = free ? y * power.factor : VecD{};
+      rate = block.inside ? splat(power.inverse_tau) : VecD{};
+    } else {
+      const VecD nothing = y != y ? y : VecD{};
+      own = fall = nothing;
+      const IntD moves = free & ((y > 0) | (power.whole == 1 ? IntD{} - 1 : IntD{}));
+      if (count(moves) > 0) {
+        const VecD value = moves & (y > 0) ? y : splat(1.0), root = power.root(value);
+        own = moves ? 1 / (1 + m.tau * (m.p - 1) * (root / value)) : nothing;
+        fall = moves & (s > 0) ? own * root : own * 0;
+      }
+      rate = block.inside ? power.e / m.tau * power.lower(block.w) : nothing;
     }
-    rate = block.inside ? power.e / m.tau * power.lower(block.w) : nothing;
   }
 };
 
@@ -261,40 +262,23 @@ struct RateSums {
   }
 };
 
-// The same for p = 2, without divisions.
-struct LinearRates {
-  VecD own, fall, rate, w;
-  IntD alone;
-  KHOT_INLINE LinearRates(VecD s, VecD y, const Magnitude& m, double inverse_tau, double factor) {
-    const LinearBlock block(s, m, inverse_tau);
-    alone = block.alone;
-    const IntD moves = alone & (s < kInfinity);
-    own = moves ? splat(factor) : VecD{};
-    fall = moves ? y * factor : VecD{};
-    rate = block.inside ? splat(inverse_tau) : VecD{};
-    w = block.inside ? block.y : VecD{};
-  }
-};
-
-// Writes dL/ds and returns dL/dtau. rates(s, y) has own, fall, rate, w and alone of a vector. The second pass
-// reads y only if own or rate depends on it.
-template <class RatesOf>
-double magnitude_gradients(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
-                           const Magnitude& m, bool rates_need_y, void* grad_s, RatesOf rates) {
+// One row, in double. Writes dL/ds and returns dL/dtau.
+template <class Power>
+double careful_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
+                        const Magnitude& m, const Power& power, void* grad_s) {
+  constexpr bool again = !std::is_same_v<Power, Linear>;  // whether the second pass needs y, too
   const Signs signs(m);
-  auto at = [](const double* p, int i, int lanes) {
-    return lanes == kWidth<double> ? load(p + i) : load_part(p + i, lanes, 0.0);
-  };
   // The lanes beyond the end are NaN, and stand for entries that may not be selected.
   auto size_of = [=](VecD x) { return x != x ? splat(-kInfinity) : signs.without(x); };
+  auto rates = [=](VecD x, VecD y) { return Rates(size_of(x), signs.without(y), m, power); };
   const RateSums sums =
       reduce<double, RateSums>(s, n, nullptr, [=](RateSums& sums, const double* p, int count, int64_t begin) {
         double y_buffer[kBlock], v_buffer[kBlock];
         const double *ys = fetch(y, begin, count, y_buffer), *vs = fetch(grad, begin, count, v_buffer);
         VecD alone{}, mass{}, moment{}, shift{}, tau{};
         vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
-          const auto r = rates(size_of(x), signs.without(at(ys, i, lanes)));
-          const VecD v = signs.times(at(vs, i, lanes), signs.of(x));
+          const Rates r = rates(x, beside(ys, i, lanes));
+          const VecD v = signs.times(beside(vs, i, lanes), signs.of(x));
           alone += r.alone ? splat(1.0) : VecD{};
           mass += r.rate;
           moment += r.rate * r.w;
@@ -310,29 +294,16 @@ double magnitude_gradients(const Row& grad, double grad_lo, const Row& s, const 
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - begin));
     const double* p = fetch(s, begin, count, s_buffer);
-    const double *ys = rates_need_y ? fetch(y, begin, count, y_buffer) : p,
+    const double *ys = again ? fetch(y, begin, count, y_buffer) : p,
                  *vs = fetch(grad, begin, count, v_buffer);
     vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
-      const auto r = rates(size_of(x), signs.without(at(ys, i, lanes)));
-      const VecD sign = signs.of(x), v = signs.times(at(vs, i, lanes), sign);
+      const Rates r = rates(x, beside(ys, i, lanes));
+      const VecD sign = signs.of(x), v = signs.times(beside(vs, i, lanes), sign);
       store(results + i, signs.times(r.own * v + r.rate * (v + shift), sign));
     });
     put(grad_s, s.dtype, begin, count, results);
   }
   return sums.tau - shift * sums.moment;
-}
-
-// One row, in double. Writes dL/ds and returns dL/dtau.
-inline double careful_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
-                               const Magnitude& m, void* grad_s) {
-  const Exponent power(m.p);
-  if (LinearBlock::serves(m, power) && !std::isnan(m.gamma.hi)) {
-    const double inverse_tau = 1 / m.tau, factor = 1 / (1 + m.tau);
-    return magnitude_gradients(grad, grad_lo, s, y, n, m, false, grad_s,
-                               [=](VecD s, VecD y) { return LinearRates(s, y, m, inverse_tau, factor); });
-  }
-  return magnitude_gradients(grad, grad_lo, s, y, n, m, true, grad_s,
-                             [=](VecD s, VecD y) { return Rates(s, y, m, power); });
 }
 
 // The rows [begin, end), in groups where they are short, as above.
@@ -348,26 +319,20 @@ inline void magnitude_backward(const MagnitudeSpec& spec, const MagnitudeBackwar
         return rows.put(i, row.run(grad, rows.grad_lo(i), s, y, spec.n, rows.grad_s(i)));
       }
     }
-    rows.put(i, careful_backward(grad, rows.grad_lo(i), s, y, spec.n, m, rows.grad_s(i)));
+    const auto careful = [&](const auto& power) {
+      rows.put(i, careful_backward(grad, rows.grad_lo(i), s, y, spec.n, m, power, rows.grad_s(i)));
+    };
+    Linear::serves(m) && !std::isnan(m.gamma.hi) ? careful(Linear(m.tau)) : careful(Exponent(m.p));
   };
   const auto all = [&](auto exponent) {
     constexpr int e = decltype(exponent)::value;
-    int64_t i = begin;
+    const auto alone = [&](int64_t i) { one(i, exponent); };
     if constexpr (e != 0) {
-      using Lanes = MagnitudeBackwardLanes<e>;
-      constexpr int width = Lanes::width;
-      if (spec.n <= Lanes::kMost && end - begin >= width) {
-        Lanes lanes;
-        bool done[width];
-        for (; i + width <= end; i += width) {
-          lanes.run(spec, rows, i, done);
-          for (int j = 0; j < width; ++j) {
-            if (!done[j]) one(i + j, exponent);
-          }
-        }
-      }
+      MagnitudeBackwardLanes<e> lanes;
+      const auto several = [&](int64_t first, bool* done) { lanes.run(spec, rows, first, done); };
+      return each_row(spec.n <= lanes.kMost, begin, end, several, alone);
     }
-    for (; i < end; ++i) one(i, exponent);
+    for (int64_t i = begin; i < end; ++i) alone(i);
   };
   const int e = Exponent(spec.p).whole;
   const bool in_float = begin < end && spec.n > 0 && rows.s(begin).dtype != Dtype::kDouble;
