@@ -172,12 +172,8 @@ class MagnitudeSearch {
       if (any(far) && round + 1 < kRounds) continue;
       const CloseSums found = rows_.write(ClosePass<e>{Pooled<e>(hi_, lo_, tau_)});
       // Where an entry has moved into the block or out of it, gamma was that of another block.
-      Doubles moved;
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        moved.half[h] = abs<double>(found.alone.half[h] - expected.alone.half[h]);
-        if (e == 1) moved.half[h] += abs<double>(found.inside.half[h] - expected.inside.half[h]);
-      }
+      Doubles moved = abs(found.alone - expected.alone);
+      if (e == 1) moved += abs(found.inside - expected.inside);
       // An empty block has a gamma in the middle of a gap, which this search has missed.
       wrong = far | (narrow(moved) != 0) | (pooled & (narrow(found.inside) == 0));
       if (found.bad) return IntF{};
@@ -225,13 +221,9 @@ class MagnitudeSearch {
     const GapPass gap = rows_.run(GapPass{gamma_ + 0.5f * narrow(tau_) * root<e>(gamma_)});
     const Doubles v = unpooled<e>(gap.in, tau_), below = widen(gap.out),
                   here = widen(gap_ ? splat(1.0f) : VecF{});
-    Doubles clear;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      clear.half[h] = v.half[h] - (1 + 1e-12) * below.half[h];
-      hi_.half[h] = here.half[h] > 0 ? 0.5 * v.half[h] + 0.5 * below.half[h] : hi_.half[h];
-    }
-    good_ &= ~gap_ | (narrow(clear) > 0);
+    hi_ = by_half([](VecD here, VecD middle, VecD hi) { return here > 0 ? middle : hi; }, here,
+                  0.5 * v + 0.5 * below, hi_);
+    good_ &= ~gap_ | (narrow(v - (1 + 1e-12) * below) > 0);
   }
 
   // A step of Newton's method for gamma (k - H), which is linear for e = 1, and whether that was not the
@@ -239,19 +231,13 @@ class MagnitudeSearch {
   IntF refine(CloseSums& sums) {
     ClosePass<e> pass{Pooled<e>(hi_, lo_, tau_)};
     sums = rows_.run(pass);
-    const Doubles& inverse_width = pass.now.inverse_width;
-    Doubles excess;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const VecD inside = e == 1 ? sums.inside.half[h] : sums.slope.half[h];
-      const VecD left = k_.half[h] - sums.alone.half[h], gamma = hi_.half[h] + lo_.half[h];
-      const VecD slope = left + e * gamma * inside * inverse_width.half[h];
-      const VecD step = slope != 0 ? gamma * (sums.value.half[h] - left) / slope : VecD{};
-      const VecD share = step * inverse_width.half[h], own = step / gamma;
-      excess.half[h] =
-          (abs<double>(share) > abs<double>(own) ? abs<double>(share) : abs<double>(own)) - kClose;
-      lo_.half[h] += step;
-    }
+    const Doubles &inverse_width = pass.now.inverse_width, &inside = e == 1 ? sums.inside : sums.slope;
+    const Doubles left = k_ - sums.alone, gamma = hi_ + lo_;
+    const Doubles slope = left + e * gamma * inside * inverse_width;
+    const Doubles step = where_not_zero(slope, gamma * (sums.value - left) / slope);
+    const Doubles excess = by_half([](VecD share, VecD own) { return (share > own ? share : own) - kClose; },
+                                   abs(step * inverse_width), abs(step / gamma));
+    lo_ += step;
     return ~(narrow(excess) <= 0);
   }
 

@@ -35,7 +35,7 @@ struct MagnitudeSums {
   // over the block are shifted by this.
   KHOT_INLINE T shift(T k, T rate, T grad_lo) const {
     const T mass = rate * lower;
-    return mass != 0 ? (grad_lo - rate * lower_v) / (k - alone + mass) : T{};
+    return where_not_zero(mass, (grad_lo - rate * lower_v) / (k - alone + mass));
   }
   KHOT_INLINE T grad_tau(T rate, T shift) const { return -fall_v - rate * (power_v + shift * power); }
 };
@@ -50,10 +50,8 @@ class MagnitudeSlopes {
     Doubles lower{}, power{}, lower_v{}, power_v{}, fall_v{};
   };
 
-  MagnitudeSlopes(const Pooled<e>& now, bool is_signed) : now_(now), signs_(is_signed) {
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) own_rate_.half[h] = 1 / (1 + now.tau.half[h]);
-  }
+  MagnitudeSlopes(const Pooled<e>& now, bool is_signed)
+      : now_(now), signs_(is_signed), own_rate_(1 / (1 + now.tau)) {}
 
   // Returns what the gradient needs again: x for p = 2, and for p = 4/3 the slope of y, of a pooled entry
   // with a minus. y() gives the vector of y.
@@ -65,70 +63,50 @@ class MagnitudeSlopes {
     parts.alone -= alone;
     parts.inside -= inside;
     const Doubles block = widen(inside ? s : VecF{}), wide_v = widen(v);
-    Doubles slope{};
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const VecD w = now_.above(block, h) * now_.inverse_tau.half[h];
-      const VecD square = w * w, whole = e == 1 ? w : square * w;
-      parts.power.half[h] += whole;
-      parts.power_v.half[h] += whole * wide_v.half[h];
-      if (e == 1) continue;
-      parts.lower.half[h] += square;
-      parts.lower_v.half[h] += square * wide_v.half[h];
-      slope.half[h] = square * (-e * now_.inverse_tau.half[h]);
-    }
+    const Doubles w = now_.above(block) * now_.inverse_tau, square = w * w, whole = power<e>(w);
+    parts.power += whole;
+    parts.power_v += whole * wide_v;
     if constexpr (e == 1) {
       const Doubles block_v = widen(inside ? v : VecF{}), own_v = widen(moves ? v : VecF{}),
                     size = widen(moves ? signs_.without(y()) : VecF{});
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        parts.lower_v.half[h] += block_v.half[h];
-        parts.fall_v.half[h] += own_v.half[h] * size.half[h];
-      }
+      parts.lower_v += block_v;
+      parts.fall_v += own_v * size;
       return x;
     } else {
-      VecF kept = narrow(slope);
+      parts.lower += square;
+      parts.lower_v += square * wide_v;
+      VecF kept = narrow(square * (-e * now_.inverse_tau));
       if (any(moves)) {
         const VecF value = signs_.without(y());
         const IntF known = moves & (value > 0);
         const Doubles own_v = widen(known ? v : VecF{});
         Doubles c, own;
         unpooled_slope(known ? value : splat(1.0f), now_.tau, c, own);
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) parts.fall_v.half[h] += own.half[h] * c.half[h] * own_v.half[h];
+        parts.fall_v += own * c * own_v;
         kept = known ? narrow(own) : kept;
       }
       return kept;
     }
   }
 
-  // The sums of a half of the lanes. alone and inside are counts.
-  KHOT_INLINE MagnitudeSums<VecD> sums(const Parts& parts, int h, const Doubles& alone,
-                                       const Doubles& inside) const {
-    MagnitudeSums<VecD> sums{alone.half[h],         e == 1 ? inside.half[h] : parts.lower.half[h],
-                             parts.power.half[h],   parts.lower_v.half[h],
-                             parts.power_v.half[h], parts.fall_v.half[h]};
-    if (e == 1) sums.fall_v *= own_rate_.half[h];
-    return sums;
+  // alone and inside are counts.
+  KHOT_INLINE MagnitudeSums<Doubles> sums(const Parts& parts, const Doubles& alone,
+                                          const Doubles& inside) const {
+    return {alone,         e == 1 ? inside : parts.lower,
+            parts.power,   parts.lower_v,
+            parts.power_v, e == 1 ? parts.fall_v * own_rate_ : parts.fall_v};
   }
 
   KHOT_INLINE VecF gradient(VecF kept, VecF x, VecF grad, const Doubles& shift) const {
     const VecF v = signs_.apply(grad, x);
     VecF value{};
-    Doubles block = widen(v);
+    const Doubles shifted = widen(v) + shift;
     if constexpr (e == 1) {
-      const VecF s = signs_.without(x);
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        block.half[h] = (block.half[h] + shift.half[h]) * now_.inverse_tau.half[h];
-      }
+      const VecF s = signs_.without(x), block = narrow(shifted * now_.inverse_tau);
       const IntF moves = now_.edges.is_alone(s) & (s < kInf<float>);
-      value = now_.edges.is_inside(s) ? narrow(block) : moves ? v * now_.factor : VecF{};
+      value = now_.edges.is_inside(s) ? block : moves ? v * now_.factor : VecF{};
     } else {
-      const Doubles slope = widen(kept);
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) block.half[h] = (block.half[h] + shift.half[h]) * -slope.half[h];
-      value = kept < 0 ? narrow(block) : v * kept;
+      value = kept < 0 ? narrow(shifted * -widen(kept)) : v * kept;
     }
     return signs_.apply(value, x);
   }
@@ -137,14 +115,9 @@ class MagnitudeSlopes {
   // c = y^(1/3) and dy/ds = 3 c^2/(3 c^2 + tau), of entries that are alone.
   static KHOT_INLINE void unpooled_slope(VecF y, const Doubles& tau, Doubles& c, Doubles& slope) {
     const VecF near = cube_root(y), square = 3 * near * near;
-    const Doubles wide = widen(near), whole = widen(y), inverse_square = widen(inverse(square)),
-                  inverse_sum = widen(inverse(square + narrow(tau)));
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      c.half[h] = cube_root(whole.half[h], wide.half[h], inverse_square.half[h]);
-      const VecD triple = 3 * c.half[h] * c.half[h], sum = triple + tau.half[h], r = inverse_sum.half[h];
-      slope.half[h] = triple * (r * (2 - sum * r));
-    }
+    c = cube_root(widen(y), widen(near), widen(inverse(square)));
+    const Doubles triple = 3 * c * c, sum = triple + tau, r = widen(inverse(square + narrow(tau)));
+    slope = triple * (r * (2 - sum * r));
   }
 
   Pooled<e> now_;
@@ -179,10 +152,6 @@ class MagnitudeBackwardRow {
   }
 
  private:
-  static KHOT_INLINE VecF part(const float* p, int i, int lanes) {
-    return lanes == kWidth<float> ? load(p + i) : load_part(p + i, lanes, 0.0f);
-  }
-
   MagnitudeSums<double> add(const float* p, const Row& grad, const Row& y, int count, int64_t at,
                             float* kept) const {
     float grads[kBlock], values[kBlock];
@@ -190,15 +159,14 @@ class MagnitudeBackwardRow {
     const MagnitudeSlopes<e> slopes = slopes_;  // a local copy stays in registers
     typename MagnitudeSlopes<e>::Parts parts;
     vectors<float>(p, count, 0.0f, [&](VecF x, int i, int lanes) {
-      const VecF slope = slopes.add(x, part(g, i, lanes), [&] { return part(ys, i, lanes); }, parts);
+      const VecF slope = slopes.add(x, beside(g, i, lanes), [&] { return beside(ys, i, lanes); }, parts);
       if (e == 1) return;
-      lanes == kWidth<float> ? store(kept + at + i, slope) : store_part(kept + at + i, lanes, slope);
+      store_beside(kept + at, i, lanes, slope);
     });
-    MagnitudeSums<VecD> halves = slopes.sums(parts, 0, Doubles{}, Doubles{});
-    halves += slopes.sums(parts, 1, Doubles{}, Doubles{});
-    return {total(parts.alone),          e == 1 ? total(parts.inside) : sum<double>(halves.lower),
-            sum<double>(halves.power),   sum<double>(halves.lower_v),
-            sum<double>(halves.power_v), sum<double>(halves.fall_v)};
+    const MagnitudeSums<Doubles> sums = slopes.sums(parts, Doubles{}, Doubles{});
+    return {total(parts.alone),  e == 1 ? total(parts.inside) : total(sums.lower),
+            total(sums.power),   total(sums.lower_v),
+            total(sums.power_v), total(sums.fall_v)};
   }
 
   // `from` has what add() has kept.
@@ -214,9 +182,8 @@ class MagnitudeBackwardRow {
       const float* xs = e == 1 || !m_.is_signed ? p : fetch(s, at, count, sizes);
       float* const target = direct ? static_cast<float*>(grad_s) + at : results;
       vectors<float>(p, count, 0.0f, [&](VecF kept, int i, int lanes) {
-        const VecF x = e == 1 ? kept : part(xs, i, lanes);
-        const VecF result = slopes.gradient(kept, x, part(g, i, lanes), shift);
-        lanes == kWidth<float> ? store(target + i, result) : store_part(target + i, lanes, result);
+        const VecF x = e == 1 ? kept : beside(xs, i, lanes);
+        store_beside(target, i, lanes, slopes.gradient(kept, x, beside(g, i, lanes), shift));
       });
       if (!direct) put(grad_s, s.dtype, at, count, results);
     }
@@ -257,14 +224,8 @@ class MagnitudeBackwardLanes {
     }
     const Doubles alone = widen(__builtin_convertvector(parts.alone, VecF)),
                   inside = widen(__builtin_convertvector(parts.inside, VecF));
-    Doubles shift, grad_tau;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const MagnitudeSums<VecD> sums = slopes.sums(parts, h, alone, inside);
-      const VecD rate = static_cast<double>(e) / tau.half[h];
-      shift.half[h] = sums.shift(k.half[h], rate, grad_lo.half[h]);
-      grad_tau.half[h] = sums.grad_tau(rate, shift.half[h]);
-    }
+    const MagnitudeSums<Doubles> sums = slopes.sums(parts, alone, inside);
+    const Doubles rate = e / tau, shift = sums.shift(k, rate, grad_lo), grad_tau = sums.grad_tau(rate, shift);
     for (int i = 0; i < n; ++i) {
       VecF* const kept = column(kept_, i);
       *kept = slopes.gradient(*kept, *column(x_, i), *column(grad_, i), shift);

@@ -18,13 +18,6 @@ struct MagnitudeTotals {
   }
 };
 
-KHOT_INLINE double total(const Doubles& v) { return sum<double>(v.half[0] + v.half[1]); }
-inline double total(IntF counts) {
-  int32_t sum = 0;
-  for (int i = 0; i < kWidth<float>; ++i) sum += counts[i];
-  return sum;
-}
-
 // What a pass finds: add(s) takes a vector of magnitudes, and fresh() is the pass before it has seen any.
 // lanes() is the result for rows side by side. For one row, put() adds what was found in a block to the
 // totals, and of() is their result, the same in all lanes.
@@ -88,16 +81,13 @@ struct ClosePass {
   KHOT_INLINE ClosePass fresh() const { return {now}; }
   KHOT_INLINE void add(VecF s) {
     const Doubles wide = widen(count(s) ? VecF{} : s);
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const VecD q = now.above(wide, h) * now.inverse_width.half[h];
-      if constexpr (e == 1) {
-        value.half[h] += q;
-      } else {
-        const VecD square = q * q;
-        value.half[h] += square * q;
-        slope.half[h] += square;
-      }
+    const Doubles q = now.above(wide) * now.inverse_width;
+    if constexpr (e == 1) {
+      value += q;
+    } else {
+      const Doubles square = q * q;
+      value += square * q;
+      slope += square;
     }
   }
   KHOT_INLINE VecF y(VecF s) { return now.value(s, count(s)); }
@@ -194,7 +184,7 @@ class MagnitudeRow {
           vectors<float>(p, count, 0.0f, [&](VecF x, int i, int lanes) {
             const VecF s = signs.without(x), y = signs.apply(local.y(s), x);
             bad |= ~(s < kInf<float>);
-            lanes == kWidth<float> ? store(target + i, y) : store_part(target + i, lanes, y);
+            store_beside(target, i, lanes, y);
           });
           local.put(t);
           if (any(bad)) t.bad = true;

@@ -24,16 +24,50 @@ KHOT_INLINE Doubles widen(VecF v) {
   return d;
 }
 KHOT_INLINE VecF narrow(const Doubles& d) { return join(d.half[0], d.half[1]); }
+template <class Function, class... D>
+KHOT_INLINE Doubles by_half(Function f, const D&... d) {
+  return {{f(d.half[0]...), f(d.half[1]...)}};
+}
+KHOT_INLINE Doubles operator+(const Doubles& a, const Doubles& b) {
+  return {{a.half[0] + b.half[0], a.half[1] + b.half[1]}};
+}
+KHOT_INLINE Doubles operator-(const Doubles& a, const Doubles& b) {
+  return {{a.half[0] - b.half[0], a.half[1] - b.half[1]}};
+}
+KHOT_INLINE Doubles operator*(const Doubles& a, const Doubles& b) {
+  return {{a.half[0] * b.half[0], a.half[1] * b.half[1]}};
+}
+KHOT_INLINE Doubles operator/(const Doubles& a, const Doubles& b) {
+  return {{a.half[0] / b.half[0], a.half[1] / b.half[1]}};
+}
+KHOT_INLINE Doubles operator+(double a, const Doubles& b) { return spread(a) + b; }
+KHOT_INLINE Doubles operator-(double a, const Doubles& b) { return spread(a) - b; }
+KHOT_INLINE Doubles operator*(double a, const Doubles& b) { return spread(a) * b; }
+KHOT_INLINE Doubles operator/(double a, const Doubles& b) { return spread(a) / b; }
+KHOT_INLINE Doubles operator-(const Doubles& a) { return {{-a.half[0], -a.half[1]}}; }
+KHOT_INLINE void operator+=(Doubles& a, const Doubles& b) { a = a + b; }
+KHOT_INLINE double total(const Doubles& v) { return sum<double>(v.half[0] + v.half[1]); }
+inline double total(IntF counts) {
+  int32_t sum = 0;
+  for (int i = 0; i < kWidth<float>; ++i) sum += counts[i];
+  return sum;
+}
+KHOT_INLINE Doubles abs(const Doubles& d) {
+  return by_half([](VecD v) { return abs<double>(v); }, d);
+}
+// v, and 0 where the slope is 0.
+KHOT_INLINE double where_not_zero(double slope, double v) { return slope != 0 ? v : 0; }
+KHOT_INLINE Doubles where_not_zero(const Doubles& slope, const Doubles& v) {
+  return by_half([](VecD slope, VecD v) { return slope != 0 ? v : VecD{}; }, slope, v);
+}
 // The largest float that is not above d, and the smallest that is not below it. d > 0.
 KHOT_INLINE VecF narrow_down(const Doubles& d) {
   const VecF v = narrow(d);
-  const Doubles back = widen(v);
-  return (VecF)((IntF)v + (narrow(Doubles{{back.half[0] - d.half[0], back.half[1] - d.half[1]}}) > 0));
+  return (VecF)((IntF)v + (narrow(widen(v) - d) > 0));
 }
 KHOT_INLINE VecF narrow_up(const Doubles& d) {
   const VecF v = narrow(d);
-  const Doubles back = widen(v);
-  return (VecF)((IntF)v - (narrow(Doubles{{back.half[0] - d.half[0], back.half[1] - d.half[1]}}) < 0));
+  return (VecF)((IntF)v - (narrow(widen(v) - d) < 0));
 }
 
 // x^(1/3) for x > 0 that is neither subnormal nor infinite. The first is within 4 % of it: a third of the
@@ -52,7 +86,7 @@ KHOT_INLINE VecF cube_root(VecF x) {
   return r;
 }
 // The same in double, from a root in float, to within 1e-14.
-KHOT_INLINE VecD cube_root(VecD x, VecD near, VecD inverse_slope) {
+KHOT_INLINE Doubles cube_root(const Doubles& x, const Doubles& near, const Doubles& inverse_slope) {
   return near - (near * near * near - x) * inverse_slope;
 }
 
@@ -65,9 +99,7 @@ template <int e>
 KHOT_INLINE Doubles root(const Doubles& x) {
   if constexpr (e == 1) return x;
   const VecF r = cube_root(narrow(x));
-  const Doubles near = widen(r), slope = widen(inverse(3 * r * r));
-  return {
-      {cube_root(x.half[0], near.half[0], slope.half[0]), cube_root(x.half[1], near.half[1], slope.half[1])}};
+  return cube_root(x, widen(r), widen(inverse(3 * r * r)));
 }
 
 template <int e, class V>
@@ -86,11 +118,8 @@ struct BlockEnds {
 // v for v + tau v^(p-1) = s: an entry that is alone.
 template <int e>
 KHOT_INLINE Doubles unpooled(VecF s, const Doubles& tau) {
-  const Doubles wide = widen(s);
-  Doubles v;
   if constexpr (e == 1) {
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) v.half[h] = wide.half[h] / (1 + tau.half[h]);
+    return widen(s) / (1 + tau);
   } else {
     // c^3 + tau c = s. The smaller of s/tau and the cube root of s is at most 1.5 times its root.
     const VecF t = narrow(tau), linear = s * (1 / t), cubic = near_cube_root(s);
@@ -101,14 +130,9 @@ KHOT_INLINE Doubles unpooled(VecF s, const Doubles& tau) {
       c -= miss * slope * rough_inverse(slope * slope - 3 * c * miss);
     }
     const Doubles near = widen(c), inverse_slope = widen(inverse(3 * c * c + t));
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      VecD r = near.half[h];
-      r -= (r * (r * r + tau.half[h]) - wide.half[h]) * inverse_slope.half[h];
-      v.half[h] = r * r * r;
-    }
+    const Doubles r = near - (near * (near * near + tau) - widen(s)) * inverse_slope;
+    return r * r * r;
   }
-  return v;
 }
 
 // gamma = hi + lo, and what depends on it.
@@ -119,46 +143,25 @@ struct Pooled {
   VecF factor, factor_low;  // 1/(1 + tau) is a pair
 
   KHOT_INLINE Pooled(const Doubles& hi, const Doubles& lo, const Doubles& tau) : hi(hi), lo(lo), tau(tau) {
-    Doubles gamma, edge, exact_factor;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) gamma.half[h] = hi.half[h] + lo.half[h];
-    const Doubles r = root<e>(gamma);
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const VecD width = tau.half[h] * r.half[h];
-      edge.half[h] = gamma.half[h] + width;
-      inverse_tau.half[h] = 1 / tau.half[h];
-      inverse_width.half[h] = 1 / width;
-      exact_factor.half[h] = 1 / (1 + tau.half[h]);
-    }
-    edges = {narrow_down(gamma), narrow_up(edge)};
+    const Doubles gamma = hi + lo, width = tau * root<e>(gamma), exact_factor = 1 / (1 + tau);
+    inverse_tau = 1 / tau;
+    inverse_width = 1 / width;
+    edges = {narrow_down(gamma), narrow_up(gamma + width)};
     // At an edge that is a float, rounding must not decide.
     const VecF before = (VecF)((IntF)edges.alone - 1);
-    const Doubles wide = widen(before);
-    Doubles lead;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      lead.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]) >= gamma.half[h] ? splat(1.0) : VecD{};
-    }
+    const Doubles lead = by_half([](VecD y, VecD gamma) { return y >= gamma ? splat(1.0) : VecD{}; },
+                                 power<e>(above(widen(before)) * inverse_tau), gamma);
     edges.alone = narrow(lead) > 0 ? before : edges.alone;
     factor = narrow(exact_factor);
-    const Doubles rounded = widen(factor);
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) exact_factor.half[h] -= rounded.half[h];
-    factor_low = narrow(exact_factor);
+    factor_low = narrow(exact_factor - widen(factor));
   }
 
-  KHOT_INLINE VecD above(const Doubles& s, int h) const {  // (s - gamma)+
-    const VecD offset = (s.half[h] - hi.half[h]) - lo.half[h];
-    return offset > 0 ? offset : VecD{};
+  KHOT_INLINE Doubles above(const Doubles& s) const {  // (s - gamma)+
+    return by_half([](VecD v) { return v > 0 ? v : VecD{}; }, (s - hi) - lo);
   }
 
   KHOT_INLINE VecF value(VecF s, IntF alone) const {
-    const Doubles wide = widen(s);
-    Doubles y;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) y.half[h] = power<e>(above(wide, h) * inverse_tau.half[h]);
-    const VecF pooled = narrow(y);
+    const VecF pooled = narrow(power<e>(above(widen(s)) * inverse_tau));
     if constexpr (e == 1 && kFused) {
       return alone ? fused<float>(s, factor, s * factor_low) : pooled;
     } else {
