@@ -215,22 +215,14 @@ class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
   // and the others, as in soft_topk/lanes.h. Other rows are given back where too little is undecided to tell
   // y.
   void take_middle() {
-    VecF low = splat(-kInf<float>), high = splat(kInf<float>);
     VecD spent[2] = {};
     IntF decided = good;
-    for (int i = 0; i < n_; ++i) {
-      const VecF x = *column(x_, i), a = this->a(i), y = *column(y_, i), end = x - tau_;
-      const IntF out = (y <= 1e-6f) & (a > 0), in = (y >= 1 - 1e-6f) & (a > 0);
-      decided &= out | in | (a == 0);
-      low = out & (x > low) ? x : low;
-      high = in & (end < high) ? end : high;
+    const VecF middle = Passes::gap_middle(decided, [&](IntF in, VecF a) {
       VecD half[2];
       halves(in ? a : VecF{}, half[0], half[1]);
       spent[0] += half[0], spent[1] += half[1];
-    }
+    });
     constexpr int part = kWidth<double>;
-    const VecF middle = 0.5f * low + 0.5f * high;
-    decided &= (low < middle) & (middle < high);
     for (int j = 0; j < width; ++j) {
       const double off = spent[j / part][j % part] - given_[j];
       decided[j] &= off == 0 ? -1 : 0;  // a budget that misses by rounding is not that of a gap

@@ -167,22 +167,12 @@ class LaneSolver : public LanePasses<C, CountTile> {
   }
 
   // Where all entries are decided, every t between two of them gives this count; the threshold is their
-  // middle. The search may have ended at an end of the gap, where rounding leaves an entry a little
-  // undecided.
+  // middle.
   void take_middle() {
-    VecF low = splat(-kInf<float>), high = splat(kInf<float>);
     IntF decided = good;
     for (int j = 0; j < width; ++j) decided[j] &= k_all_[j] == std::floor(k_all_[j]) ? -1 : 0;
     if (!any(decided)) return;
-    for (int i = 0; i < n_; ++i) {
-      const VecF x = *column(x_, i), y = *column(y_, i), end = x - tau_;
-      const IntF out = y <= 1e-6f, in = y >= 1 - 1e-6f;
-      decided &= out | in;
-      low = out & (x > low) ? x : low;
-      high = in & (end < high) ? end : high;
-    }
-    const VecF middle = 0.5f * low + 0.5f * high;
-    decided &= (low < middle) & (middle < high);
+    const VecF middle = Passes::gap_middle(decided, [](IntF, VecF) {});
     hi_ = decided ? middle : hi_, lo_ = decided ? VecF{} : lo_;
   }
 
