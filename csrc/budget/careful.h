@@ -70,11 +70,8 @@ class CarefulBudget {
   };
 
   Costs add_up() const {
-    const Row cost = cost_;
-    return reduce<double, Costs>(
-        x_, spec_.n, spec_.inside, [=](Costs& sums, const double* p, int count, int64_t at) {
-          double buffer[kBlock];
-          const double* q = fetch(cost, at, count, buffer);
+    return reduce_beside<double, Costs>(
+        x_, cost_, spec_.n, spec_.inside, [=](Costs& sums, const double* p, const double* q, int count) {
           PairSum<double> free, pinned;
           VecD bad{}, most{};
           const VecD one = splat(1.0), zero{};
@@ -95,11 +92,9 @@ class CarefulBudget {
   SpendSums evaluate(Threshold t) const {
     const Position<double> position(t, tau_, spec_.by_value);
     const BlockCdf F = F_;
-    const Row cost = cost_;
-    return reduce<double, SpendSums>(
-        x_, spec_.n, spec_.inside, [=](SpendSums& sums, const double* p, int count, int64_t at) {
-          double buffer[kBlock], z[kWhole<double>], tails[kWhole<double>], densities[kWhole<double>];
-          const double* q = fetch(cost, at, count, buffer);
+    return reduce_beside<double, SpendSums>(
+        x_, cost_, spec_.n, spec_.inside, [=](SpendSums& sums, const double* p, const double* q, int count) {
+          double z[kWhole<double>], tails[kWhole<double>], densities[kWhole<double>];
           F.tails(position, p, q, count, z, tails, densities);
           PairSum<double> spent;
           VecD lacking{}, excess{}, slope_above{}, slope_below{}, steep{}, rounded{};
@@ -146,11 +141,9 @@ class CarefulBudget {
   LogSums evaluate_logs(Threshold t) const {
     const Position<double> position(t, tau_, spec_.by_value);
     const BlockCdf F = F_;
-    const Row cost = cost_;
-    return reduce<double, LogSums>(
-        x_, spec_.n, spec_.inside, [=](LogSums& sums, const double* p, int count, int64_t at) {
-          double buffer[kBlock], place[kWhole<double>], tails[kWhole<double>], rates[kWhole<double>];
-          const double* q = fetch(cost, at, count, buffer);
+    return reduce_beside<double, LogSums>(
+        x_, cost_, spec_.n, spec_.inside, [=](LogSums& sums, const double* p, const double* q, int count) {
+          double place[kWhole<double>], tails[kWhole<double>], rates[kWhole<double>];
           position.put(p, q, count, place);
           F.log_tails(place, count, tails, rates);
           const VecD never = splat(-kInfinity);
@@ -188,11 +181,8 @@ class CarefulBudget {
   Range levels(double z, double digits) const {
     const double offset = tau_ * z, room = digits * (std::fabs(offset) + tau_);
     const Position<double> position({0, 0}, tau_, spec_.by_value);
-    const Row cost = cost_;
-    return reduce<double, Range>(
-        x_, spec_.n, spec_.inside, [=](Range& range, const double* p, int count, int64_t at) {
-          double buffer[kBlock];
-          const double* q = fetch(cost, at, count, buffer);
+    return reduce_beside<double, Range>(
+        x_, cost_, spec_.n, spec_.inside, [=](Range& range, const double* p, const double* q, int count) {
           VecD low = splat(kInfinity), high = -low;
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const VecD w = beside(q, i, lanes);
@@ -212,11 +202,8 @@ class CarefulBudget {
     const Position<double> position(t, tau_, spec_.by_value);
     const double median = F_.median, tau = tau_, end = tau * (F_.full_support ? median : 1),
                  start = tau * (F_.full_support ? median : 0);
-    const Row cost = cost_;
-    return reduce<double, BudgetGap>(
-        x_, spec_.n, spec_.inside, [=](BudgetGap& gap, const double* p, int count, int64_t at) {
-          double buffer[kBlock];
-          const double* q = fetch(cost, at, count, buffer);
+    return reduce_beside<double, BudgetGap>(
+        x_, cost_, spec_.n, spec_.inside, [=](BudgetGap& gap, const double* p, const double* q, int count) {
           EdgeLanes up{splat(kInfinity)}, down{splat(kInfinity)};
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const VecD w = beside(q, i, lanes);
@@ -242,15 +229,12 @@ class CarefulBudget {
   double histogram_search(Range range) const {
     const double offset = tau_ * F_.median;
     const bool by_value = spec_.by_value;
-    const Row cost = cost_;
     for (int step = 0; step < kHistograms && range.high - range.low > 2 * tau_; ++step) {
       const double bottom = range.low, width = (range.high - range.low) * (1 + 1e-12) / kBins;
       const double inverse = 1 / width;
       if (!(inverse < kInfinity && width < kInfinity && width > 0)) break;
-      const Bins bins = reduce<double, Bins>(
-          x_, spec_.n, spec_.inside, [=](Bins& b, const double* p, int count, int64_t at) {
-            double buffer[kBlock];
-            const double* q = fetch(cost, at, count, buffer);
+      const Bins bins = reduce_beside<double, Bins>(
+          x_, cost_, spec_.n, spec_.inside, [=](Bins& b, const double* p, const double* q, int count) {
             for (int i = 0; i < count; ++i) {
               if (!(std::fabs(p[i]) < kInfinity && q[i] > 0)) continue;
               double bin = ((p[i] - offset) / (by_value ? q[i] : 1) - bottom) * inverse + 1;
@@ -332,17 +316,51 @@ class CarefulBudget {
   // Whether rounding this distance between thresholds changes no y.
   bool near(double distance) const { return std::fabs(distance) * most_ <= 4 * tau_; }
 
-  Threshold newton() const {
+  // Thresholds between which the root lies.
+  struct Between {
+    Threshold low, high;
+    bool has(Threshold t) const { return std::isfinite(t.hi) && less(low, t) && less(t, high); }
+    double width() const { return distance(low, high); }
+  };
+
+  Between ends() const {
     const double all = left_.value() + rest_, share = left_.value() / all;
     // a tail may be so small that a share near 1 has lost its digits
     const double z = F_.full_support && left_.value() > rest_ ? -F_.icdf(std::max(rest_ / all, kTiny))
                                                               : F_.icdf(std::max(share, kTiny));
-    auto held = [](double v) { return std::min(std::max(v, -kFarthest), kFarthest); };
-    const Range ends = levels(z, 16 * 0x1p-52), centres = levels(F_.median, 0);
-    Threshold low{held(ends.low), 0}, high{held(ends.high), 0};
-    if (spec_.at_most) low.hi = std::max(low.hi, 0.0);
+    const Range range = levels(z, 16 * 0x1p-52);
+    return {{spec_.at_most ? std::max(held(range.low), 0.0) : held(range.low), 0}, {held(range.high), 0}};
+  }
+
+  static double held(double v) { return std::min(std::max(v, -kFarthest), kFarthest); }
+
+  // The trial where no entry moves on one side of t: the entry at the edge of what moves makes up for the
+  // rest alone, or less than that is missing. Where nothing moves at all, no root lies before that edge.
+  // Returns whether the trial is the root, to rounding.
+  bool to_edge(Threshold t, const SpendSums& s, const Verdict& now, double P, double Q, Between& root,
+               Threshold& trial) const {
+    const bool still = s.slope_above + s.slope_below == 0, up = still ? now.miss > 0 : s.slope_above > 0;
+    const BudgetGap around = neighbours(t);
+    const BudgetEdge edge = up ? around.up : around.down;
+    const double y = std::min((up ? P : Q) / edge.w, 1.0);
+    const Threshold end = moved(t, edge.level);
+    if (still && up && y <= 0x1p-50) {
+      trial = end;
+      return near(edge.level);
+    }
+    // but for the rounding of the distance
+    const Threshold before_end = moved(end, (up ? -4 : 4) * 0x1p-52 * std::fabs(edge.level));
+    if (still && root.has(before_end)) (up ? root.low : root.high) = before_end;
+    const Threshold bound = moved(end, tau_ * (up ? 1 - F_.icdf(1 - y) : -F_.icdf(y)) / edge.a());
+    if (root.has(bound)) trial = bound;
+    return false;
+  }
+
+  Threshold newton() const {
+    Between root = ends();
+    const Range centres = levels(F_.median, 0);
     Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0};
-    if (!(less(low, t) && less(t, high))) t = between(low, high);
+    if (!root.has(t)) t = between(root.low, root.high);
     Threshold best = t;
     double best_miss = kInfinity, before = kNan;
     bool tried = false, alone = true;
@@ -371,53 +389,34 @@ class CarefulBudget {
       if (size <= now.tolerance) return F_.full_support && std::isfinite(step) ? moved(t, step) : t;
       if (settled) return best;
       if (F_.full_support && std::fabs(step) * most_ <= kLastStep * tau_) return moved(t, step);
-      if (now.miss > 0) low = t;
-      if (now.miss < 0) high = t;
-      if (distance(low, high) * most_ <= 0x1p-54 * tau_) return t;  // no z differs
-      const auto inside = [&](Threshold v) { return std::isfinite(v.hi) && less(low, v) && less(v, high); };
+      if (now.miss > 0) root.low = t;
+      if (now.miss < 0) root.high = t;
+      if (root.width() * most_ <= 0x1p-54 * tau_) return t;  // no z differs
       Threshold trial = moved(t, step);
       // steps that become shorter by the same ratio, as on a power of t, lead to a limit
       const double ratio = step / before;
       before = step;
       if (ratio > 0.2 && ratio < 0.95) {
         const Threshold limit = moved(t, step / (1 - ratio));
-        if (inside(limit)) trial = limit, before = kNan;
+        if (root.has(limit)) trial = limit, before = kNan;
       }
-      if (lost && !inside(trial)) {  // the root is as near to that end as the next entry
-        const double nearer = std::sqrt(distance(low, high)) * std::sqrt(tau_);
-        trial = now.miss > 0 ? moved(high, -nearer) : moved(low, nearer);
+      if (lost && !root.has(trial)) {  // the root is as near to that end as the next entry
+        const double nearer = std::sqrt(root.width()) * std::sqrt(tau_);
+        trial = now.miss > 0 ? moved(root.high, -nearer) : moved(root.low, nearer);
       }
       if (F_.full_support) {
         // from the middle of a gap, the entries next to it are as far away
-        if (!tried && inside(gap)) trial = gap, tried = true;
+        if (!tried && root.has(gap)) trial = gap, tried = true;
       } else if (s.slope_above == 0 || s.slope_below == 0) {
         const bool still = s.slope_above + s.slope_below == 0;
-        if (still || alone) {
-          // the entry at the edge of what moves makes up for the rest alone, or less than that is missing
-          const bool up = still ? now.miss > 0 : s.slope_above > 0;
-          const BudgetGap around = neighbours(t);
-          const BudgetEdge edge = up ? around.up : around.down;
-          const double y = std::min((up ? P : Q) / edge.w, 1.0);
-          const Threshold end = moved(t, edge.level);
-          const Threshold bound = moved(end, tau_ * (up ? 1 - F_.icdf(1 - y) : -F_.icdf(y)) / edge.a());
-          if (still && up && y <= 0x1p-50) {  // at the end, to rounding
-            if (near(edge.level)) return end;
-            trial = end;
-          } else {
-            // nothing moves before, but for the rounding of the distance
-            const Threshold before_end = moved(end, (up ? -4 : 4) * 0x1p-52 * std::fabs(edge.level));
-            if (still && inside(before_end)) (up ? low : high) = before_end;
-            if (inside(bound)) trial = bound;
-          }
-        }
+        if ((still || alone) && to_edge(t, s, now, P, Q, root, trial)) return trial;
         alone = !alone;
       }
-      const bool bisects = guard.bisects(inside(trial), distance(low, high), size);
-      if (bisects) {
-        trial = between(low, high);
-        if (!inside(trial)) return t;
+      if (guard.bisects(root.has(trial), root.width(), size)) {
+        trial = between(root.low, root.high);
+        if (!root.has(trial)) return t;
+        before = kNan;
       }
-      if (bisects) before = kNan;
       t = trial;
     }
     return best;
