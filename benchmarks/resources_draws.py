@@ -109,7 +109,7 @@ def _tile(kernel: Any, cdf: int, height: int, bound: float, **more: int) -> Case
 def cases() -> list[Case]:
     many = {"MANY": counts.MANY}
     chunk = {"PAIRS": draws.CHUNK // 2}
-    careful = {"WIDTH": draws.CALIBRATED_WIDTH, "PAIRS": draws.CALIBRATED_WIDTH}
+    careful = {"WIDTH": draws.CALIBRATED_WIDTH, "PAIRS": draws.CALIBRATED_WIDTH // 2}
     return [
         _pareto(64, 260),
         _pareto(1_000, 190),
@@ -120,7 +120,7 @@ def cases() -> list[Case]:
         Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 90),
         Case(draws._part_keys, "long rows", {"PARTS": 512, **chunk}, 4, draws.CHUNK / 128, 300),
         Case(draws._choose, "long rows", {"PARTS": 512, "WIDTH": 1024}, 8, 4, 170, spills=2),
-        Case(draws._careful, "rows that are calibrated", careful, 4, 2, 3_700, spills=1),
+        Case(draws._careful, "rows that are calibrated", careful, 4, 8, 740, spills=10, registers=ALL),
         Case(draws._uniform, "", chunk, 4, draws.CHUNK / 128, 80),
         *(_tournament(nodes, bound) for nodes, bound in ((65, 340), (1_024, 430), (2_048, 530))),
         *(

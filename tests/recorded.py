@@ -379,7 +379,7 @@ def _careful(values: dict[str, Any]) -> None:
     out = _matrix(values, "out", values["n"])
     out[~drawn] = torch.nan
     _written(values, probabilities=drawn.all())
-    size = values["programs"] * 2 * (values["n"] + 1)
+    size = values["programs"] * 4 * (values["n"] + 1)
     _memory(values["numbers_pointer"], torch.float64, size).fill_(7)  # as it may write anything there
 
 

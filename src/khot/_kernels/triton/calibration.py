@@ -7,10 +7,12 @@ independent trials over the frequencies of their sum,
     E[x_j Σ c x] = Σ_l A_l (r_j Σ c r + c_j r_j (1 − r_j)),    r = p e^(iω)/(1 − p + p e^(iω)),
 
 and likewise for 1 − x_j. Both have few terms, because the variance of the sum is small. θ solves π(θ) = π by
-steps θ ← θ + a(logit π − logit π(θ)). The derivative of logit π(θ) has eigenvalues from about 0.9, of many
-units, to 2, of two units that share the variance. Three values of a, one after another, are about one over
-the points at which Chebyshev's polynomial of that interval is 0: the error falls by a factor of 3 to 4 a
-step, where one value would give less, and no earlier step has to be kept.
+steps θ ← θ + a(logit π − logit π(θ)). The derivative of logit π(θ) has eigenvalues from about 0.95, of many
+units, to n/(n − 1), of n equal units that share the variance. Three values of a, one after another, are one
+over the points at which Chebyshev's polynomial of that interval is 0. No earlier step has to be kept. Five
+steps are usual, and ten are needed where two units share the variance.
+
+Of a row in the memory of a program are four vectors: θ, c, and p and 1 − p of the independent trials.
 """
 
 from __future__ import annotations
@@ -29,16 +31,15 @@ LARGEST_VARIANCE = 4.0  # of a row, for which there are frequencies enough
 FREQUENCIES = tl.constexpr(16)
 PERIOD = tl.constexpr(31)  # of a sum; sizes so far apart are 15 deviations or more from each other
 COS, SIN = tl.constexpr(math.cos(math.pi / 31)), tl.constexpr(math.sin(math.pi / 31))
-LONG, MIDDLE, SHORT = tl.constexpr(0.95), tl.constexpr(0.7), tl.constexpr(0.52)  # a
+LEAST = tl.constexpr(0.95)  # of the eigenvalues
+ROOT = tl.constexpr(math.cos(math.pi / 6))  # of Chebyshev's third polynomial
 ITERATIONS = tl.constexpr(60)
-NEAR = tl.constexpr(1e-9)  # the error of π before the last step
+NEAR = tl.constexpr(3e-7)  # the error of π before the last step
 CLOSE = tl.constexpr(1e-3)  # and of its logit
 SETTLED = tl.constexpr(order_sampling.SETTLED)
-NEGLIGIBLE = tl.constexpr(order_sampling.NEGLIGIBLE)
-STEP, NORMAL_STEP = tl.constexpr(order_sampling.STEP), tl.constexpr(order_sampling.NORMAL_STEP)
-LARGEST = tl.constexpr(order_sampling.LARGEST)
-NEWTON = tl.constexpr(order_sampling.NEWTON)
-BEYOND = tl.constexpr(2.0)  # an end of the integral may lie so far beyond what is negligible
+SPACING = tl.constexpr(0.375)  # of the integral's nodes
+NEGLIGIBLE = tl.constexpr(25.0)  # e^−25 times the greatest value is less than the error that is left
+MOST_NODES = tl.constexpr(1600)  # on a side: no exponential overflows
 NODES = tl.constexpr(16)  # of the integral, computed together
 CENTRING = tl.constexpr(20)  # steps, at most
 BIAS = tl.constexpr(1023)  # of the exponent of float64
@@ -77,7 +78,7 @@ def _clamp(x, most):
 
 
 @triton.jit
-def _centre(x_pointer, n, phantom, k, WIDTH: tl.constexpr):
+def _centre(x_pointer, n, units, phantom, k, WIDTH: tl.constexpr):
     """The shift s with Σσ(logit π − s) = k, to rounding, and whether no unit is free then.
 
     What is unlikely is summed on its own for either side of ½, so that no digit is lost where nearly
@@ -90,7 +91,7 @@ def _centre(x_pointer, n, phantom, k, WIDTH: tl.constexpr):
     while running:
         zero = tl.zeros((WIDTH,), tl.float64)
         sums = (zero, zero, zero, zero, zero)
-        for start in range(0, n + 1, WIDTH):
+        for start in range(0, units, WIDTH):
             z = _logit(probability(x_pointer, start + tl.arange(0, WIDTH), n, phantom)) - shift
             yes, no = _sides(z)
             up = yes > no
@@ -115,16 +116,16 @@ def _centre(x_pointer, n, phantom, k, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _begin(x_pointer, theta_pointer, n, phantom, shift, decided, WIDTH: tl.constexpr):
+def _begin(x_pointer, theta_pointer, n, units, phantom, shift, decided, WIDTH: tl.constexpr):
     """Store logit π, shifted, as θ. Returns the variance of the sum, and the odds of the unlikely units' sums
     below and above ½."""
     zero = tl.zeros((WIDTH,), tl.float64)
     sums = (zero, zero, zero)
-    for start in range(0, n + 1, WIDTH):
+    for start in range(0, units, WIDTH):
         column = start + tl.arange(0, WIDTH)
         z = _logit(probability(x_pointer, column, n, phantom)) - shift
         z = tl.where(decided, tl.where(z > 0, float("inf"), float("-inf")), z)
-        tl.store(theta_pointer + column, z, mask=column <= n)
+        tl.store(theta_pointer + column, z, mask=column < units)
         yes, no = _sides(z)
         odds = tl.exp(-tl.abs(z))
         sums = (
@@ -136,71 +137,50 @@ def _begin(x_pointer, theta_pointer, n, phantom, shift, decided, WIDTH: tl.const
 
 
 @triton.jit
-def _add_swaps(theta_pointer, n, below, above, WIDTH: tl.constexpr):
+def _add_swaps(theta_pointer, units, below, above, WIDTH: tl.constexpr):
     """With a tiny variance π is nearly w times the sum of the other side's odds w, so that the solution is
     nearly w = π/√Σπ."""
     lower = -0.5 * tl.log(tl.where(below > 0, below, 1.0))
     raise_by = 0.5 * tl.log(tl.where(above > 0, above, 1.0))
-    for start in range(0, n + 1, WIDTH):
+    for start in range(0, units, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        z = tl.load(theta_pointer + column, mask=column <= n, other=0.0)
-        tl.store(theta_pointer + column, z + tl.where(z > 0, raise_by, lower), mask=column <= n)
+        z = tl.load(theta_pointer + column, mask=column < units, other=0.0)
+        tl.store(theta_pointer + column, z + tl.where(z > 0, raise_by, lower), mask=column < units)
     tl.debug_barrier()
 
 
 @triton.jit
-def _near(theta_pointer, n, k, offset, WIDTH: tl.constexpr):
-    """An offset for which the mean Σσ(θ − offset) is near k, the variance there, and how many units are
-    certain."""
+def _near(theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH: tl.constexpr):
+    """An offset for which the mean Σσ(θ − offset) is near k, and how many units are certain. Store p and
+    1 − p of the units that are random; of all others 0 and 1."""
     tries = 0
     running = tries == 0
-    variance, certain = offset, offset
+    certain = offset
     while running:
         zero = tl.zeros((WIDTH,), tl.float64)
         sums = (zero, zero, zero)
-        for start in range(0, n + 1, WIDTH):
+        for start in range(0, units, WIDTH):
             column = start + tl.arange(0, WIDTH)
-            z = tl.load(theta_pointer + column, mask=column <= n, other=float("-inf"))
+            z = tl.load(theta_pointer + column, mask=column < units, other=float("-inf"))
             yes, no = _sides(z - offset)
-            sums = (sums[0] + yes, sums[1] + yes * no, sums[2] + tl.where(z == float("inf"), 1.0, 0.0))
+            always = z == float("inf")
+            sums = (sums[0] + yes, sums[1] + yes * no, sums[2] + tl.where(always, 1.0, 0.0))
+            tl.store(p_pointer + column, tl.where(always, 0.0, yes), mask=column < units)
+            tl.store(q_pointer + column, tl.where(always, 1.0, no), mask=column < units)
         mean, variance, certain = total(sums, 1)
         running = (tl.abs(mean - k) > OFF_CENTRE * tl.sqrt(variance + SMALL)) & (tries < CENTRING)
         if running:
             offset += _clamp((mean - k) / variance, 1.0)
         tries += 1
-    return offset, variance, certain
+    tl.debug_barrier()
+    return offset, certain
 
 
 @triton.jit
-def _random(theta_pointer, column, n, offset):
-    """p and 1 − p of the units that are random; of all others 0 and 1."""
-    z = tl.load(theta_pointer + column, mask=column <= n, other=float("-inf"))
-    return _sides(tl.where(z == float("inf"), float("-inf"), z - offset))
-
-
-@triton.jit
-def _end(theta_pointer, n, k, offset, variance, side, enough, WIDTH: tl.constexpr):
-    """t on one side beyond which D = Σ log(1 − p + p e^t) − kt exceeds `enough`, and the variance there."""
-    t = tl.minimum(side * tl.sqrt(2 * enough / variance), LARGEST)
-    spread = variance
-    tries = 0
-    running = tries == 0
-    while running:
-        e = tl.exp(t)
-        zero = tl.zeros((WIDTH,), tl.float64)
-        sums = (zero, zero, zero)
-        for start in range(0, n + 1, WIDTH):
-            p, q = _random(theta_pointer, start + tl.arange(0, WIDTH), n, offset)
-            raised = q + p * e
-            r = p * e / raised
-            sums = (sums[0] + tl.log(raised), sums[1] + r, sums[2] + r * (1 - r))
-        level, mean, spread = total(sums, 1)
-        excess = level - k * t - enough
-        running = ((excess < 0) | (excess > BEYOND)) & (tries < NEWTON)
-        if running:
-            t = tl.minimum(t - excess / (mean - k), LARGEST)
-        tries += 1
-    return t, spread
+def _random(p_pointer, q_pointer, column, units):
+    there = column < units
+    p = tl.load(p_pointer + column, mask=there, other=0.0)
+    return p, tl.load(q_pointer + column, mask=there, other=1.0)
 
 
 @triton.jit
@@ -210,51 +190,43 @@ def _product(a, b):
 
 @triton.jit
 def _log_of_product(x):
-    """Of the numbers in each row, which are > 0. The digits are multiplied and the exponents added: a
+    """Of the numbers in each column, which are > 0. The digits are multiplied and the exponents added: a
     logarithm of each number would take most of the time."""
     bits = x.to(tl.int64, bitcast=True)
     exponents = (bits >> 52) - BIAS
     digits = ((bits & ((1 << 52) - 1)) | (BIAS << 52)).to(tl.float64, bitcast=True)
-    product = tl.reduce(digits, 1, _product)
-    return tl.log(product) + LN2 * tl.sum(exponents, axis=1).to(tl.float64)
+    product = tl.reduce(digits, 0, _product)
+    return tl.log(product) + LN2 * tl.sum(exponents, axis=0).to(tl.float64)
 
 
 @triton.jit
-def _coefficients(theta_pointer, c_pointer, n, k, offset, variance, WIDTH: tl.constexpr):
-    """Store c, up to one factor: the integral by the trapezoidal rule."""
-    least = tl.zeros((WIDTH,), tl.float64) + 1
-    for start in range(0, n + 1, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        _, q = _random(theta_pointer, column, n, offset)
-        least = tl.minimum(least, q)
-        tl.store(c_pointer + column, q * 0, mask=column <= n)
-    tl.debug_barrier()
-    # where a unit is likely, its part of the integrand is small around 0, and the lower tail matters more
-    enough = NEGLIGIBLE - tl.log(tl.min(least))
-    low, low_variance = _end(theta_pointer, n, k, offset, variance, -1.0, enough, WIDTH)
-    high, high_variance = _end(theta_pointer, n, k, offset, variance, 1.0, enough * 0 + NEGLIGIBLE, WIDTH)
-    widest = tl.maximum(variance, tl.maximum(low_variance, high_variance))
-    step = tl.minimum(NORMAL_STEP / tl.sqrt(widest), STEP)
-    intervals = tl.maximum(tl.ceil((high - low) / step), 1.0).to(tl.int32)
-    first = 0
-    while first <= intervals:
+def _coefficients(p_pointer, q_pointer, c_pointer, units, k, WIDTH: tl.constexpr):
+    """Store c, up to one factor: the integral by the trapezoidal rule. The integrand falls off on either side
+    of 0, from where nodes are added, first on one side, then on the other, until it is negligible."""
+    first, side = 0, k * 0 + 1
+    running = first == 0
+    while running:
         node = first + tl.arange(0, NODES)
-        t = low + (high - low) * (tl.minimum(node, intervals).to(tl.float64) / intervals.to(tl.float64))
+        t = side * SPACING * node.to(tl.float64)
         e = tl.exp(t)
         level = tl.zeros((NODES,), tl.float64)
-        for start in range(0, n + 1, WIDTH):
-            p, q = _random(theta_pointer, start + tl.arange(0, WIDTH), n, offset)
-            level += _log_of_product(q[None, :] + p[None, :] * e[:, None])
-        weight = tl.where(node <= intervals, tl.exp(k * t - level), 0.0)
-        last = first + NODES > intervals
-        for start in range(0, n + 1, WIDTH):
+        for start in range(0, units, WIDTH):
+            p, q = _random(p_pointer, q_pointer, start + tl.arange(0, WIDTH), units)
+            level += _log_of_product(q[:, None] + p[:, None] * e[None, :])
+        depth = level - k * t
+        weight = tl.exp(-depth)
+        over = (tl.max(depth) > NEGLIGIBLE) | (first > MOST_NODES)
+        for start in range(0, units, WIDTH):
             column = start + tl.arange(0, WIDTH)
-            p, q = _random(theta_pointer, column, n, offset)
+            p, q = _random(p_pointer, q_pointer, column, units)
             c = tl.sum(weight[:, None] / (q[None, :] + p[None, :] * e[:, None]), axis=0)
-            c += tl.load(c_pointer + column, mask=column <= n, other=0.0)
-            tl.store(c_pointer + column, tl.where(last, c * q, c), mask=column <= n)
+            if (first > 0) | (side < 0):
+                c += tl.load(c_pointer + column, mask=column < units, other=0.0)
+            tl.store(c_pointer + column, tl.where(over & (side < 0), c * q, c), mask=column < units)
         tl.debug_barrier()
-        first += NODES
+        running = (side > 0) | (over == 0)
+        first = tl.where(over, 1, first + NODES)
+        side = tl.where(over, -side, side)
 
 
 @triton.jit
@@ -278,15 +250,18 @@ def _half_turns(order):
 
 @triton.jit
 def _factors(p, less, sin):
-    """1 − p + p e^(iω), and 1 over it, for the frequencies in the first dim."""
-    a = 1 - p[None, :] * less[:, None]
-    b = p[None, :] * sin[:, None]
+    """1 − p + p e^(iω), and 1 over it."""
+    a = 1 - p * less
+    b = p * sin
     size = 1 / (a * a + b * b)
     return a, b, a * size, -b * size
 
 
 @triton.jit
-def _step(x_pointer, theta_pointer, c_pointer, n, phantom, shift, k, offset, a, WIDTH: tl.constexpr):
+def _step(
+    x_pointer, theta_pointer, p_pointer, q_pointer, c_pointer, n, units, phantom, shift, k, a,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """Move θ by one step, `a` times the residual. Returns the greatest error of π(θ) before, and that of its
     logit."""
     order = tl.arange(0, FREQUENCIES)
@@ -294,27 +269,27 @@ def _step(x_pointer, theta_pointer, c_pointer, n, phantom, shift, k, offset, a, 
     less, sin = 2 * sin * sin, 2 * sin * cos  # 1 − cos ω, without cancellation, and sin ω
     x, y = less * 0 + 1, less * 0
     sum_x, sum_y = less * 0, less * 0
-    for start in range(0, n + 1, WIDTH):
+    for start in range(0, units, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        p, _ = _random(theta_pointer, column, n, offset)
-        c = tl.load(c_pointer + column, mask=column <= n, other=0.0)
-        real, imaginary, u, v = _factors(p, less, sin)
-        product_x, product_y = tl.reduce((real, imaginary), 1, _times)
+        p, _ = _random(p_pointer, q_pointer, column, units)
+        c = tl.load(c_pointer + column, mask=column < units, other=0.0)
+        real, imaginary, u, v = _factors(p[:, None], less[None, :], sin[None, :])
+        product_x, product_y = tl.reduce((real, imaginary), 0, _times)
         x, y = _times(x, y, product_x, product_y)
-        r_x, r_y = _times(1 - less[:, None], sin[:, None], u, v)
-        sum_x += tl.sum((c * p)[None, :] * r_x, axis=1)
-        sum_y += tl.sum((c * p)[None, :] * r_y, axis=1)
+        r_x, r_y = _times(1 - less[None, :], sin[None, :], u, v)
+        sum_x += tl.sum((c * p)[:, None] * r_x, axis=0)
+        sum_y += tl.sum((c * p)[:, None] * r_y, axis=0)
     c_k, s_k = _half_turns(order * k.to(tl.int32) % PERIOD)
     x, y = _times(x, y, c_k * c_k - s_k * s_k, -2 * s_k * c_k)  # times e^(−iωk)
     x, y = tl.where(order > 0, 2 * x, x), tl.where(order > 0, 2 * y, y)
     sum_x, sum_y = _times(x, y, sum_x, sum_y)
     error, rest = tl.zeros((WIDTH,), tl.float64), tl.zeros((WIDTH,), tl.float64)
-    for start in range(0, n + 1, WIDTH):
+    for start in range(0, units, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        theta = tl.load(theta_pointer + column, mask=column <= n, other=float("-inf"))
-        p, q = _random(theta_pointer, column, n, offset)
-        c = tl.load(c_pointer + column, mask=column <= n, other=0.0)
-        _, _, u, v = _factors(p, less, sin)
+        theta = tl.load(theta_pointer + column, mask=column < units, other=float("-inf"))
+        p, q = _random(p_pointer, q_pointer, column, units)
+        c = tl.load(c_pointer + column, mask=column < units, other=0.0)
+        _, _, u, v = _factors(p[None, :], less[:, None], sin[:, None])
         r_x, r_y = _times(1 - less[:, None], sin[:, None], u, v)
         selected, _ = _times(sum_x[:, None], sum_y[:, None], r_x, r_y)
         left, _ = _times(sum_x[:, None], sum_y[:, None], u, v)
@@ -329,28 +304,37 @@ def _step(x_pointer, theta_pointer, c_pointer, n, phantom, shift, k, offset, a, 
         wanted, _ = _sides(goal)
         error = tl.maximum(error, tl.abs(yes / (yes + no) - wanted))
         rest = tl.maximum(rest, tl.abs(residual))
-        tl.store(theta_pointer + column, theta + a * residual, mask=column <= n)
+        tl.store(theta_pointer + column, theta + a * residual, mask=column < units)
     tl.debug_barrier()
     return tl.max(error), tl.max(rest)
 
 
 @triton.jit
-def calibrate(x_pointer, n, k, phantom, theta_pointer, c_pointer, WIDTH: tl.constexpr):
-    """Store the θ of a row and its phantom unit, ±inf for certain units. There is room for as many c."""
+def calibrate(x_pointer, n, k, phantom, theta_pointer, WIDTH: tl.constexpr):
+    """Store the θ of a row and its phantom unit, ±inf for certain units, in the first of four vectors for
+    which there is room. Returns how many units there are: the phantom is none where it is impossible."""
+    c_pointer = theta_pointer + n + 1
+    p_pointer, q_pointer = c_pointer + n + 1, c_pointer + 2 * (n + 1)
     k = k.to(tl.float64)
-    shift, decided = _centre(x_pointer, n, phantom, k, WIDTH)
-    variance, below, above = _begin(x_pointer, theta_pointer, n, phantom, shift, decided, WIDTH)
+    units = tl.where(phantom > 0, n + 1, n)
+    shift, decided = _centre(x_pointer, n, units, phantom, k, WIDTH)
+    variance, below, above = _begin(x_pointer, theta_pointer, n, units, phantom, shift, decided, WIDTH)
     running = variance >= SETTLED
     if variance < SETTLED:
-        _add_swaps(theta_pointer, n, below, above, WIDTH)
+        _add_swaps(theta_pointer, units, below, above, WIDTH)
+    # of equal units, whose eigenvalue is n/(n − 1), all are likely to the half
+    greatest = 1 + 1 / tl.maximum(4 * variance - 1, 1.0)
+    middle, half = (greatest + LEAST) / 2, (greatest - LEAST) / 2
     offset = shift * 0
     count = 0
     while running:
-        offset, spread, certain = _near(theta_pointer, n, k, offset, WIDTH)
-        _coefficients(theta_pointer, c_pointer, n, k - certain, offset, spread, WIDTH)
-        a = tl.where(count % 3 == 0, LONG, tl.where(count % 3 == 1, MIDDLE, SHORT))
+        offset, certain = _near(theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH)
+        _coefficients(p_pointer, q_pointer, c_pointer, units, k - certain, WIDTH)
+        root = tl.where(count % 3 == 0, -ROOT, tl.where(count % 3 == 1, 0.0, ROOT))
         error, rest = _step(
-            x_pointer, theta_pointer, c_pointer, n, phantom, shift, k - certain, offset, a, WIDTH
-        )
+            x_pointer, theta_pointer, p_pointer, q_pointer, c_pointer, n, units, phantom, shift, k - certain,
+            1 / (middle + half * root), WIDTH,
+        )  # fmt: skip
         count += 1
         running = ((error > NEAR) | (rest > CLOSE)) & (count < ITERATIONS)
+    return units

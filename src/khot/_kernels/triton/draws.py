@@ -33,8 +33,10 @@ HELD = 4096  # entries of a row that one program holds, with a key of 64 bits ea
 PIECE = 4  # entries of a thread in a piece
 MOST_PARTS = 512  # of a row, each of which reads the sums of all
 CHUNK = 512  # entries of a long row that a program holds at a time
-CALIBRATED = 1 << 22  # units at most for which there is memory to calibrate them at a time
-CALIBRATED_WIDTH = 16  # units of a row that are calibrated side by side, for 16 nodes or frequencies each
+CALIBRATED = 1 << 21  # units at most for which there is memory to calibrate them at a time
+CAREFUL = 512  # programs that calibrate, about twice as many as a large device runs at a time
+LOOK = tl.constexpr(32)  # rows of a program that are looked at together
+CALIBRATED_WIDTH = 64  # units of a row that are calibrated side by side, for 16 nodes or frequencies each
 # The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
 # rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
@@ -451,6 +453,44 @@ def _choose(
         tl.store(probabilities_pointer, True)  # which a row that is none takes back, in the next launch
 
 
+@triton.jit
+def _draw_carefully(
+    x_row, out_row, row, seed, numbers_pointer, keys_pointer, n, least, tolerance, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Draw from a row, and return whether it is of probabilities; if not, it is NaN."""
+    sums = _moments_between(x_row, 0, n, n, WIDTH)
+    k, phantom, d, fair = _plan(sums[0], sums[1], sums[2], 0.0, tolerance)
+    for start in range(0, n, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        blank = tl.where(fair, 0.0, float("nan")).to(out_row.dtype.element_ty)
+        tl.store(out_row + column, blank, mask=column < n)
+    if fair:
+        calibrated = d < least
+        units = n + 1
+        if calibrated:
+            units = calibrate(x_row, n, k, phantom, numbers_pointer, WIDTH)
+        keys_row = keys_pointer + n + 1
+        d = tl.where(calibrated, 1.0, d)
+        scale = 1 / (d * d)
+        for start in range(0, units, 2 * PAIRS):
+            pair = start // 2 + tl.arange(0, PAIRS)
+            column = _columns(pair)
+            first, second = _two_numbers(x_row, pair, n)
+            a, b = _keys(first, second, pair, seed, row, n, phantom, scale)
+            key = tl.join(a, b)
+            if calibrated:
+                u, v = uniforms(seed, row, pair)
+                u = tl.join(u, v)
+                theta = tl.load(numbers_pointer + column, mask=column < units, other=0.0)
+                key = _as_key(u / (1 - u) * tl.exp(-theta))
+            tl.store(keys_row + column, key, mask=column < units)
+        tl.debug_barrier()
+        _mark((keys_row, None, units, tl.arange(0, 2 * PAIRS)), k, d, out_row, n, fair)
+        tl.debug_barrier()
+    return fair
+
+
 @triton.jit(do_not_specialize=["rows", "programs"])
 def _careful(
     x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, numbers_pointer,
@@ -459,44 +499,27 @@ def _careful(
     """The rows that have no draw yet: d is less than `least`, and they are calibrated; or too many keys, or
     too few, were near 1. A row that is not of probabilities is NaN, and the flag for all rows is lowered.
 
-    Numbers and keys are two views of the same memory: of each program, the θ and the keys of a row. Of that
-    memory calibration needs the second half, too.
+    Numbers and keys are two views of the same memory: of each program, the θ and the keys of a row, and two
+    more vectors. Calibration needs all of it.
     """
     program = tl.program_id(0).to(tl.int64)
-    theta_pointer = numbers_pointer + program * 2 * (n + 1)
-    seed = tl.load(seed_pointer)
-    for row in range(program, rows, programs):
-        if tl.load(drawn_pointer + row) == 0:
-            x_row, out_row = x_pointer + row * x_stride, out_pointer + row * n
-            sums = _moments_between(x_row, 0, n, n, WIDTH)
-            k, phantom, d, fair = _plan(sums[0], sums[1], sums[2], 0.0, tolerance)
-            for start in range(0, n, WIDTH):
-                column = start + tl.arange(0, WIDTH)
-                blank = tl.where(fair, 0.0, float("nan")).to(out_pointer.dtype.element_ty)
-                tl.store(out_row + column, blank, mask=column < n)
-            if fair:
-                calibrated = d < least
-                if calibrated:
-                    calibrate(x_row, n, k, phantom, theta_pointer, theta_pointer + n + 1, WIDTH)
-                keys_row = keys_pointer + (program * 2 + 1) * (n + 1)
-                scale = 1 / (tl.where(calibrated, 1.0, d) * tl.where(calibrated, 1.0, d))
-                for start in range(0, n + 1, 2 * PAIRS):
-                    pair = start // 2 + tl.arange(0, PAIRS)
-                    column = _columns(pair)
-                    first, second = _two_numbers(x_row, pair, n)
-                    a, b = _keys(first, second, pair, seed, row, n, phantom, scale)
-                    key = tl.join(a, b)
-                    if calibrated:
-                        u, v = uniforms(seed, row, pair)
-                        u = tl.join(u, v)
-                        theta = tl.load(theta_pointer + column, mask=column <= n, other=0.0)
-                        key = _as_key(u / (1 - u) * tl.exp(-theta))
-                    tl.store(keys_row + column, key, mask=column <= n)
-                tl.debug_barrier()
-                _mark((keys_row, None, n + 1, tl.arange(0, 2 * PAIRS)), k, d, out_row, n, fair)
-                tl.debug_barrier()
-            else:
-                tl.store(probabilities_pointer, False)
+    seed, at = tl.load(seed_pointer), program * 4 * (n + 1)
+    numbers_pointer += at
+    keys_pointer += at
+    first = program
+    while first < rows:
+        look = first + tl.arange(0, LOOK) * programs
+        if tl.min(tl.load(drawn_pointer + look, mask=look < rows, other=True).to(tl.int32)) == 0:
+            for turn in range(LOOK):
+                row = first + turn * programs
+                if tl.load(drawn_pointer + row, mask=row < rows, other=True) == 0:
+                    fair = _draw_carefully(
+                        x_pointer + row * x_stride, out_pointer + row * n, row, seed, numbers_pointer,
+                        keys_pointer, n, least, tolerance, WIDTH, PAIRS,
+                    )  # fmt: skip
+                    if fair == 0:
+                        tl.store(probabilities_pointer, False)
+        first += LOOK * programs
 
 
 def pieces(n: int) -> tuple[int, int, int]:
@@ -517,10 +540,10 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
     flags = torch.empty(rows + 16, dtype=torch.bool, device=probs.device)
     drawn, probabilities = flags[16:], flags[0]  # both where Triton takes an address to be aligned
     first = _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
-    programs = min(rows, max(1, CALIBRATED // n))
-    numbers = torch.empty(programs * 2 * (n + 1), dtype=torch.float64, device=probs.device)
-    width = min(CALIBRATED_WIDTH, triton.next_power_of_2(n + 1))
-    careful = variant(_careful, WIDTH=width, PAIRS=width, num_warps=4)
+    programs = min(rows, CAREFUL, max(1, CALIBRATED // n))
+    numbers = torch.empty(programs * 4 * (n + 1), dtype=torch.float64, device=probs.device)
+    width = max(2, min(CALIBRATED_WIDTH, triton.next_power_of_2(n)))
+    careful = variant(_careful, WIDTH=width, PAIRS=width // 2, num_warps=4)
     arguments = (
         *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64), n, least, tolerance,
         rows, programs,
