@@ -5,7 +5,14 @@ a pretended device (tests/device.py, which has to be on the path): our kernels a
 not views, forward / with the gradient. A sort of torch is one of them, and takes several kernels. What is
 newer than the measurement has a modelled time beside it: of each launch what it moves at the bandwidth of a
 copy, or the instructions that its kernel compiles to (`benchmarks.resources`, for sm_90) at the issue rate
-that such a kernel may hope for, whichever is more, and at least what the shortest kernel takes.
+that such a kernel may hope for, whichever is more, and at least what the shortest kernel takes. Where it
+works on few rows, it is the longest chain of instructions of one program, at the cycles that each took in an
+earlier version of the kernel, as measured.
+
+A goal is that of the project, as a time, forward / with the gradient: so many softmaxes, sorts or
+`torch.topk` of the same tensor, as measured. It is met if the modelled time, or else the measured one, is no
+more; of what has a modelled time, the forward counts alone. Where the goal is missed, the last column says
+what binds. The host's time is in `host.md`.
 """
 
 from __future__ import annotations
@@ -26,8 +33,12 @@ from khot._kernels.triton import split_budget
 
 RESULTS = Path(__file__).parent / "results"
 SHORTEST = 2e-6  # seconds of a kernel: the softmax of (4096, 64), as measured
+# of an instruction of a chain: 325,000 of them took 1,060 µs when the slowest row was calibrated in 16 steps
+CYCLES = 5.7
 SHORT, LONG = "other operators, (4,096, 64) float32", "other operators, (4,096, 8,192) float32"
 FEW = "long rows, (1, 6,300,000) float32"
+TOPK, TOPK_LONG, TOPK_HALF, TOPK_ONE = (f"soft top-k, {device.SOFT_TOPK[i].id}" for i in (0, 2, 4, -1))
+SQUARE, WIDE, ASSIGNED = (f"n² and more, {case.id}" for case in (*device.SQUARES, device.MANY[0]))
 
 
 class Kernel(NamedTuple):
@@ -46,11 +57,18 @@ class Measured(NamedTuple):
     line: str
 
 
+class Chain(NamedTuple):
+    """A launch in which few rows are worked on, by so many instructions one after another."""
+
+    instructions: float
+
+
+Step = Kernel | Measured | Chain
 SEED = Kernel("")  # any kernel that takes no longer than the shortest one
 N64, N8192, N6M = 4_096 * 64, 4_096 * 8_192, 6_300_000
 
 
-def budget(by: str, evaluations: int) -> list[Kernel | Measured]:
+def budget(by: str, evaluations: int) -> list[Step]:
     """Of few long rows: a fill, what weighs, evaluations and those that return at once, what rescues and what
     writes."""
     step = Kernel(f"_spend_parts logistic, by {by}", N6M, 8 * N6M)
@@ -62,12 +80,17 @@ def budget(by: str, evaluations: int) -> list[Kernel | Measured]:
 
 
 #: By table and line, the launches forward of what is newer than the measurement.
-MODELS: dict[tuple[str, str], list[Kernel | Measured]] = {
+MODELS: dict[tuple[str, str], list[Step]] = {
     (SHORT, "quantile"): [Measured(SHORT, "kth_value"), Kernel("_interpolate", 4_096, 4_096 * 12)],
     (LONG, "quantile"): [Measured(LONG, "kth_value"), Kernel("_interpolate", 4_096, 4_096 * 12)],
     (SHORT, "budget_mask"): [Kernel("_greedy_rows n = 64", N64, 12 * N64)],
     # scores and places in order, costs and results at random, of which a row stays in the cache
     (LONG, "budget_mask"): [Measured(LONG, "torch.sort"), Kernel("_greedy", N8192, 20 * N8192)],
+    # of 4,096 rows N(0, s²), s from 0.1 to 5, 250 are calibrated, the slowest in five steps of 4,100
+    # instructions and two of 600 for the mean; the seed, and the sum that carries the gradient
+    (SHORT, "sample_khot"): [
+        Measured(TOPK, "soft_topk"), SEED, Kernel("_pareto n = 64", N64, 8 * N64), Chain(24_000), SEED, SEED,
+    ],
     # normal scores at τ = 1 take one turn; what a program writes for itself is counted, too
     (SHORT, "soft_rank, projection"): [SEED, Kernel("_project_rows n = 64, 1 turn", N64, 60 * N64)],
     # the ranks are one row, which torch sorts in some eight kernels
@@ -110,30 +133,27 @@ def per_entry(name: str) -> float:
     return line.per_entry
 
 
-def seconds(step: Kernel | Measured, cases: dict[str, Any]) -> tuple[float, str]:
+def seconds(step: Step, cases: dict[str, Any]) -> tuple[float, str]:
     """What a launch takes, and what binds it."""
     if isinstance(step, Measured):
         return cases[f"bench: {step.table}"][step.line][0]["device"], step.line
+    if isinstance(step, Chain):
+        return step.instructions * CYCLES / resources.CLOCK, "one program's instructions"
     memory = step.moved / (cases["copy"]["a copy, GB/s"] * 1e9)
     rate = resources.SCHEDULERS * resources.CLOCK * resources.ISSUE
     issue = step.entries / 32 * per_entry(step.name) / rate if step.name else 0.0
     return max((memory, "memory"), (issue, "instructions"), (SHORTEST, "the launch"))
 
 
-def modelled(steps: list[Kernel | Measured], cases: dict[str, Any]) -> tuple[str, str]:
-    found = [seconds(step, cases) for step in steps]
-    return device.microseconds(sum(s for s, _ in found)), max(found)[1]
-
-
-def launches(make: device.Maker, case: device.Case) -> dict[str, str]:
-    """By line, our kernels and torch's operations, forward / with the gradient."""
+def launches(make: device.Maker, case: device.Case, names: tuple[str, ...] | None) -> dict[str, str]:
+    """By line, or by those named, our kernels and torch's operations, forward / with the gradient."""
     from device import backward, pretend, tensor  # tests/ has to be on the path
 
     found = {}
     with pretend(pytest.MonkeyPatch()) as watched:
         x = tensor(case.rows, case.n, dtype=case.dtype)
         for name, function in make(case, x.detach()).items():
-            if not name.startswith(("softmax", "torch.")):
+            if name in names if names else not name.startswith(("softmax", "torch.")):
                 found[name] = _counted(function, x, watched, backward)
     return found
 
@@ -150,33 +170,155 @@ def _counted(
     return " / ".join(map(str, counts))
 
 
+SOFTMAX, SORT, OF_TOPK, SQUARED = "softmax", "torch.sort", "torch.topk", "softmax of n²"
+
+
+class Goal(NamedTuple):
+    """A time, forward and with the gradient: in µs, or in times what another line of the table took."""
+
+    forward: float
+    both: float | None = None
+    of: str = ""
+
+    def seconds(self, known: dict[str, Any]) -> list[float | None]:
+        goals = (self.forward, self.both)
+        units = [1e-6, 1e-6] if not self.of else [each["device"] for each in known[self.of]]
+        return [None if goal is None else goal * unit for goal, unit in zip(goals, units, strict=False)]
+
+
+_SEARCH = Goal(1.5, None, SOFTMAX)
+GOALS: dict[tuple[str, str], Goal] = {
+    (TOPK, "soft_topk"): Goal(1.3, 1.0, SOFTMAX),
+    (TOPK, "topk_mask"): _SEARCH,
+    (TOPK_LONG, "soft_topk"): Goal(1.3, 1.0, SOFTMAX),
+    (TOPK_LONG, "topk_mask"): _SEARCH,
+    (TOPK_HALF, "soft_topk"): Goal(1.2, 0.9, SOFTMAX),
+    (TOPK_HALF, "topk_mask"): Goal(1, None, OF_TOPK),
+    (TOPK_ONE, "topk_mask"): Goal(1, None, OF_TOPK),
+    **{(table, "soft_topk_magnitude"): Goal(2.5, 2.5, SOFTMAX) for table in (SHORT, LONG, FEW)},
+    **{(table, "inverse_soft_count"): Goal(1.5, 1.5, SOFTMAX) for table in (SHORT, LONG)},
+    **{(table, "FenchelYoungTopKLoss"): Goal(1.5, 1.5, SOFTMAX) for table in (SHORT, LONG, FEW)},
+    **{(table, "soft_budget, by score"): Goal(3, 3, SOFTMAX) for table in (SHORT, LONG, FEW)},
+    **{(table, "budget_mask"): Goal(1.3, None, SORT) for table in (SHORT, LONG)},
+    **{(table, name): _SEARCH for table in (SHORT, LONG, FEW) for name in ("kth_value", "quantile")},
+    **{(SHORT, name): Goal(8, 16) for name in ("soft_rank", "soft_sort")},
+    **{(LONG, name): Goal(1.3, 1.5, SORT) for name in ("soft_rank", "soft_sort")},
+    (SHORT, "soft_rank, projection"): Goal(10, 15),
+    (LONG, "soft_rank, projection"): Goal(2, 2, SORT),
+    **{(SHORT, name): Goal(15, 30) for name in ("ndcg_loss", "spearman_loss")},
+    **{(LONG, name): Goal(1.6, 2.2, SORT) for name in ("ndcg_loss", "spearman_loss")},
+    **{(table, "soft_permutation"): Goal(2, 2, SQUARED) for table in (SQUARE, WIDE)},
+    (WIDE, "sorted_soft_topk, k = 16"): Goal(100, 150),
+    (ASSIGNED, "soft_assign"): Goal(300, 400),
+    (SHORT, "sample, conditional_poisson"): Goal(100),
+    **{(SHORT, f"sample, {design}"): Goal(10) for design in ("systematic", "pivotal")},
+    **{(table, "sample_khot"): Goal(1, None, OF_TOPK) for table in (SHORT, LONG)},
+}
+_SORTS = "two sorts, of scores and of relevance; the backward takes their order from the forward"
+_SEARCHED = "the launch, 2.0 µs, and a search by counts, whose rounds follow one another"
+#: By table and line, what binds where the goal is missed. Instructions are those of `resources.md`.
+BINDS: dict[tuple[str, str], str] = {
+    (TOPK, "soft_topk"): "54 instructions an entry for one evaluation, where a softmax has 13",
+    (TOPK, "topk_mask"): _SEARCHED,
+    (
+        TOPK_HALF,
+        "soft_topk",
+    ): "70 instructions an entry, which are 420 µs: a row does not stay on chip and is "
+    "converted from bfloat16 three times",
+    (SHORT, "soft_topk_magnitude"): "103 instructions an entry; missed by less than a twentieth",
+    (SHORT, "inverse_soft_count"): "measured when it took five launches, of which one is left",
+    (SHORT, "FenchelYoungTopKLoss"): "two launches of 2.0 µs at the least; measured when there were three",
+    (SHORT, "kth_value"): _SEARCHED,
+    (SHORT, "quantile"): "two launches of 2.0 µs at the least, and the search of kth_value",
+    (SHORT, "soft_sort"): "torch's flips, 2.0 µs at the least forward and as much backward",
+    (SHORT, "spearman_loss"): "measured when it took eleven launches, of which eight are left",
+    (SHORT, "sample_khot"): "the slowest row that is calibrated, by one program: five steps that follow one "
+    "another, in float64. A row with Σπ(1 − π) ≥ 2.5 takes none. A seed, the soft top-k, the draw and the "
+    "calibration are four launches; the two that carry the gradient are left out by calls without Python",
+    (SHORT, "sample, conditional_poisson"): "1,110 instructions an entry, in float64",
+    (
+        LONG,
+        "soft_sort",
+    ): "after the sort the forward scans and scatters, 0.34 sorts; the backward scans anew and gathers",
+    (LONG, "ndcg_loss"): _SORTS,
+    (LONG, "spearman_loss"): _SORTS,
+    (
+        LONG,
+        "sample_khot",
+    ): "270 instructions an entry for keys, which are 410 µs, 60 for the sums before them, "
+    "and the soft top-k",
+    (
+        SQUARE,
+        "soft_permutation",
+    ): "215 instructions for each of n² entries, which are 10 µs, and two launches",
+    (
+        WIDE,
+        "soft_permutation",
+    ): "210 instructions for each of n² entries, in 64 programs, which leave most of the device idle",
+    (WIDE, "sorted_soft_topk, k = 16"): "measured when it took 50 launches; one is left, of two to seven "
+    "steps of Newton's method on k² numbers",
+}
+
+
+def verdict(key: tuple[str, str], best: list[float | None], known: dict[str, Any]) -> tuple[str, str, str]:
+    """The goal, whether it is met, and what binds."""
+    if key not in GOALS:
+        return "–", "–", ""
+    goals = GOALS[key].seconds(known)
+    missed = [
+        name
+        for name, time, goal in zip(("forward", "both"), best, goals, strict=False)
+        if time is not None and goal is not None and time > goal
+    ]
+    text = " / ".join(device.microseconds(goal) for goal in goals if goal is not None)
+    if not missed:
+        return text, "yes", ""
+    return text, f"no: {' and '.join(missed)}", BINDS[key]
+
+
 def table() -> str:
     results = json.loads((RESULTS / "device.json").read_text(encoding="utf-8"))
     cases = results["cases"]
     rows = []
-    shapes: dict[str, tuple[device.Maker, device.Case]] = {
-        SHORT: (device.others, device.MANY[0]),
-        LONG: (device.others, device.MANY[1]),
-        FEW: (device.streaming, device.SOFT_TOPK[-1]),
+    plain = ("soft_topk", "topk_mask")
+    shapes: dict[str, tuple[device.Maker, device.Case, tuple[str, ...] | None]] = {
+        TOPK: (device.soft_topks, device.SOFT_TOPK[0], plain),
+        SHORT: (device.others, device.MANY[0], None),
+        ASSIGNED: (device.slow, device.MANY[0], None),
+        TOPK_LONG: (device.soft_topks, device.SOFT_TOPK[2], plain),
+        LONG: (device.others, device.MANY[1], None),
+        SQUARE: (device.slow, device.SQUARES[0], None),
+        WIDE: (device.slow, device.SQUARES[1], None),
+        TOPK_HALF: (device.soft_topks, device.SOFT_TOPK[4], plain),
+        TOPK_ONE: (device.soft_topks, device.SOFT_TOPK[-1], plain),
+        FEW: (device.streaming, device.SOFT_TOPK[-1], None),
     }
-    for title, (make, case) in shapes.items():
-        for name, counted in launches(make, case).items():
-            known = cases.get(f"bench: {title}", {}).get(name)
+    for title, (make, case, names) in shapes.items():
+        for name, counted in launches(make, case, names).items():
+            key, table = (title, name), cases.get(f"bench: {title}", {})
+            known = table.get(name)
             forward, *both = known if isinstance(known, list) else [{}]
             times = [device.microseconds(each.get("device")) for each in (forward, *both)]
             kernels = [f"{each['kernels']:.0f}" for each in (forward, *both) if "kernels" in each]
-            steps = MODELS.get((title, name))
+            best = [each.get("device") for each in (forward, *both)]
+            model = ("–", "–")
+            if key in MODELS:
+                found = [seconds(step, cases) for step in MODELS[key]]
+                total = sum(s for s, _ in found)
+                model = device.microseconds(total), max(found)[1]
+                best = [total]
             rows.append([
-                case.id, name, " / ".join(times), " / ".join(kernels) or "–", counted,
-                *(modelled(steps, cases) if steps else ("–", "–")),
+                case.id, name, " / ".join(times), " / ".join(kernels) or "–", counted, *model,
+                *verdict(key, best, table),
             ])  # fmt: skip
     head = ["shape", "operator", "µs, measured", "kernels, measured", "launches now",
-            "µs forward, modelled", "bound by"]  # fmt: skip
-    setting = results["setting"]
+            "µs forward, modelled", "bound by", "goal, µs", "met", "what binds"]  # fmt: skip
+    setting, now = results["setting"], report.machine(cpu_time=True)["khot"]
     return (
         "# The operators on a GPU\n\n" + (__doc__ or "").partition("\n\n")[2] + "\n"
         f"Measured on {setting['device']}, {setting['khot']}, torch {setting['torch']}, Triton "
-        f"{setting['triton']}. Counted with torch {torch.__version__}.\n\n{report.table(head, rows)}\n"
+        f"{setting['triton']}. Counted and modelled of {now}, torch {torch.__version__}.\n\n"
+        f"{report.table(head, rows)}\n"
     )
 
 
