@@ -239,7 +239,8 @@ PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
            : !probabilities(probs.const_data_ptr<float>(), probs.numel())) {
     Py_RETURN_NONE;
   }
-  const Tensor seed = new_seed(generator, probs.device());
+  Tensor seed = empty({}, probs.device(), at::kLong);
+  draw_seed(seed, generator);
   const uint64_t key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
   RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
   Tensor sample = at::empty(probs.sizes(), probs.options());

@@ -9,16 +9,18 @@
 namespace khot::gpu {
 namespace {
 
+int64_t bytes_like(const Tensor& x) { return Launches::rounded(x.numel() * x.element_size()); }
+
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // What becomes of an entry (`HOW` in around.py).
 enum class How : int8_t { kFill, kSizes, kSigns, kRanks, kProduct, kPlaces };
 constexpr const char* kHow[] = {"fill", "sizes", "signs", "ranks", "product", "places"};
 
-// Where the entries of rows lie: row r begins at r / inner * outer + r % inner * row. The tensor is one of
-// theirs, by its type; no entries without one.
+// Where the entries of rows lie: row r begins at r / inner * outer + r % inner * row. There are none without
+// a type.
 struct Spread {
-  const Tensor* tensor = nullptr;
+  at::ScalarType dtype = at::ScalarType::Undefined;
   const char* data = nullptr;
   int64_t inner = 1, outer = 0, row = 0, column = 0;
 };
@@ -30,7 +32,7 @@ std::optional<Spread> spread(const Tensor& t, at::IntArrayRef sizes, int64_t axi
     const int64_t own = dim - dims + t.dim();
     return own < 0 || t.size(own) == 1 ? 0 : t.stride(own);
   };
-  Spread found{&t, static_cast<const char*>(t.const_data_ptr())};
+  Spread found{t.scalar_type(), static_cast<const char*>(t.const_data_ptr())};
   found.column = distance(dims + axis);
   int groups = 0;
   int64_t outer = 1;  // how many rows, in the dimensions that are not among the inner ones
@@ -53,51 +55,56 @@ std::optional<Spread> spread(const Tensor& t, at::IntArrayRef sizes, int64_t axi
 }
 
 // Those of an argument of a call, or of a gradient of its result. A copy is held.
-Spread given(const Tensor& t, const Call& call, Tensor& held) {
+Spread given(const Tensor& t, const Call& call, Launches& launches) {
   const Tensor& x = call.inputs[0];
   if (const auto found = spread(t, x.sizes(), call.shape.axis)) return *found;
   const at::AutoDispatchBelowADInplaceOrView below;
-  held = t.expand(x.sizes()).contiguous();
-  return *spread(held, x.sizes(), call.shape.axis);
+  return *spread(launches.hold(t.expand(x.sizes()).contiguous()), x.sizes(), call.shape.axis);
 }
 
 // Those of rows one after another, in the other order if they are reversed.
-Spread rows_of(const Tensor& t, int64_t n, bool reversed = false) {
-  const char* const data = static_cast<const char*>(t.const_data_ptr());
-  return {&t, data + (reversed ? (n - 1) * t.element_size() : 0), 1, n, 0, reversed ? -1 : 1};
+Spread rows_at(const void* begin, at::ScalarType dtype, int64_t n, bool reversed = false) {
+  const int64_t last = (n - 1) * static_cast<int64_t>(c10::elementSize(dtype));
+  return {dtype, static_cast<const char*>(begin) + (reversed ? last : 0), 1, n, 0, reversed ? -1 : 1};
 }
+
+Spread rows_of(const Tensor& t, int64_t n, bool reversed = false) {
+  return rows_at(t.const_data_ptr(), t.scalar_type(), n, reversed);
+}
+
+struct Written {
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  void* data = nullptr;
+};
 
 struct Work {
   How how = How::kFill;
   Spread v, mask, other;
+  Written out, second;
   double sign = 1, fill = 0;
   bool reversed = false;  // whether the result is written in the other order
 };
 
-int8_t type_of(const Tensor* x) { return x == nullptr ? -1 : static_cast<int8_t>(x->scalar_type()); }
-
 // The kernel, which Python has compiled when it is first asked for.
-const Around& around(const Work& work, int64_t n, const Tensor& out, const Tensor* second) {
+const Around& around(const Work& work, int64_t n, c10::Device device) {
   int8_t width = 0;
   while (width < 10 && int64_t{1} << width < n) ++width;
-  const Tensor* const tensors[] = {work.v.tensor, work.mask.tensor, work.other.tensor, &out, second};
-  const int8_t facts[] = {static_cast<int8_t>(work.how), width,
-                          out.device().index(),          type_of(tensors[0]),
-                          type_of(tensors[1]),           type_of(tensors[2]),
-                          type_of(tensors[3]),           type_of(tensors[4])};
+  const at::ScalarType types[] = {work.v.dtype, work.mask.dtype, work.other.dtype, work.out.dtype,
+                                  work.second.dtype};
+  int8_t facts[sizeof(int64_t)] = {static_cast<int8_t>(work.how), width, device.index()};
+  static_assert(std::size(facts) == 3 + std::size(types));
+  for (size_t i = 0; i < std::size(types); ++i) facts[3 + i] = static_cast<int8_t>(types[i]);
   int64_t key = 0;
-  static_assert(sizeof facts == sizeof key);
   std::memcpy(&key, facts, sizeof key);
   const auto known = arounds().find(key);
   if (known != arounds().end()) return known->second;
-  pybind11::tuple wrapped(std::size(tensors));
-  for (size_t i = 0; i < std::size(tensors); ++i) {
-    wrapped[i] = tensors[i] == nullptr
-                     ? pybind11::object(pybind11::none())
-                     : pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensors[i]->detach()));
+  pybind11::tuple named(std::size(types));
+  for (size_t i = 0; i < std::size(types); ++i) {
+    const bool none = types[i] == at::ScalarType::Undefined;
+    named[i] = none ? pybind11::object(pybind11::none()) : pybind11::cast(types[i]);
   }
   const auto made = pybind11::reinterpret_borrow<pybind11::object>(driver().around)(
-      kHow[static_cast<int>(work.how)], n, wrapped);
+      kHow[static_cast<int>(work.how)], n, device, named);
   const auto found = made.cast<pybind11::tuple>();
   Around result{nullptr, found[2].cast<int64_t>(), found[3].cast<int64_t>()};
   const auto kernels = tables().find(found[0].cast<int64_t>());
@@ -109,9 +116,8 @@ const Around& around(const Work& work, int64_t n, const Tensor& out, const Tenso
   return arounds()[key] = std::move(result);
 }
 
-bool start(const Work& work, const Shape& shape, Tensor& out, const Queue& queue, Tensor* second = nullptr) {
-  if (!queue) return false;
-  const Around found = around(work, shape.n, out, second);  // a copy, also if another thread forgets it
+bool add(const Work& work, int64_t n, int64_t rows, Launches& launches) {
+  const Around& found = around(work, n, launches.device());
   if (found.kernel == nullptr) return false;
   std::array<Argument, 22> arguments;
   int count = 0;
@@ -121,135 +127,153 @@ bool start(const Work& work, const Shape& shape, Tensor& out, const Queue& queue
     point(each->data);
     for (const int64_t value : {each->inner, each->outer, each->row, each->column}) pass(value);
   }
-  const int64_t last = work.reversed ? shape.n - 1 : 0, rows = out.numel() / shape.n;
-  point(static_cast<char*>(out.mutable_data_ptr()) + last * out.element_size());
+  const int64_t last = work.reversed ? (n - 1) * static_cast<int64_t>(c10::elementSize(work.out.dtype)) : 0;
+  point(static_cast<char*>(work.out.data) + last);
   pass(work.reversed ? -1 : 1);
-  point(second == nullptr ? nullptr : second->mutable_data_ptr());
+  point(work.second.data);
   pass(rows);
-  pass(shape.n);
+  pass(n);
   arguments[count++].real = work.sign;
   arguments[count++].real = work.fill;
   const Parameters parameters(*found.kernel, arguments.data());
-  const int64_t chunks = (shape.n + found.width - 1) / found.width;
+  const int64_t chunks = (n + found.width - 1) / found.width;
   const int64_t programs = (rows + found.together - 1) / found.together * chunks;
-  return gpu::start(*found.kernel, programs, parameters.values.data(), parameters.count, queue);
+  return launches.add(*found.kernel, programs, parameters) != nullptr;
 }
 
-Tensor rows_like(const Tensor& x, at::IntArrayRef sizes) { return empty(sizes, x.device(), x.scalar_type()); }
+bool add(const Work& work, const Call& call, Launches& launches) {
+  return add(work, call.shape.n, call.signature.rows(), launches);
+}
+
+Written written(Tensor& made) { return {made.scalar_type(), made.mutable_data_ptr()}; }
+
+Written taken(const Tensor& like, Launches& launches) {
+  return {like.scalar_type(), launches.take(bytes_like(like))};
+}
 
 // Whether what the launch reads is made before it.
 bool is_changed(const Call& call) {
   return call.mask.defined() || call.negated || !call.shape.is_dense(call.inputs[0]);
 }
 
+// How the gradient of the result becomes the one that the launch reads; nothing if it is that.
+std::optional<How> change_of(const Call& call, const Tensor& grad) {
+  const bool masked = call.mask.defined();
+  if (call.which() == kSizes) return How::kSigns;
+  if (call.which() == kSoftRank && masked) return How::kProduct;
+  if (call.which() == kSoftSort && masked) return How::kPlaces;
+  const bool aligned = (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) & kAligned) == 0;
+  if (!call.reversed && aligned && call.shape.is_dense(grad)) return std::nullopt;
+  return How::kFill;
+}
+
 }  // namespace
 
-const Tensors* before(const Call& call, const Queue& queue, Tensors& rows) {
-  if (!is_changed(call)) return &call.inputs;
-  rows = call.inputs;
+int64_t bytes_before(const Call& call) {
+  if (!is_changed(call)) return 0;
+  const bool both = call.which() == kBudget && call.mask.defined();
+  // a cost of each column becomes one of each entry
+  const int64_t cost = both ? call.inputs[0].numel() * call.inputs[1].element_size() : 0;
+  return bytes_like(call.inputs[0]) + Launches::rounded(cost);
+}
+
+int64_t bytes_before_gradient(const Call& call, const Tensor& grad) {
+  return change_of(call, grad) ? bytes_like(grad) : 0;
+}
+
+bool before(const Call& call, Launches& launches, Addresses& rows) {
+  for (const Tensor& input : call.inputs) rows.push_back(input.const_data_ptr());
+  if (!is_changed(call)) return true;
   const Tensor& x = call.inputs[0];
-  Tensor held_x, held_mask;
   Work work;
-  work.v = given(x, call, held_x);
-  if (call.mask.defined()) work.mask = given(call.mask, call, held_mask);
+  work.v = given(x, call, launches);
+  if (call.mask.defined()) work.mask = given(call.mask, call, launches);
   work.sign = call.negated ? -1 : 1;
   work.fill = call.which() == kSoftSort && call.reversed ? kInfinity : -kInfinity;
   if (call.which() == kSizes) {
     work.how = How::kSizes;
     work.other = work.v;
   }
-  rows[0] = rows_like(x, call.shape.sizes);
-  if (call.which() != kBudget || !call.mask.defined()) {
-    return start(work, call.shape, rows[0], queue) ? &rows : nullptr;
+  work.out = taken(x, launches);
+  rows[0] = work.out.data;
+  if (call.which() == kBudget && call.mask.defined()) {
+    const Tensor& cost = call.inputs[1];
+    work.other = *spread(cost, x.sizes(), -1);
+    work.second = {cost.scalar_type(), launches.take(x.numel() * cost.element_size())};
+    rows[1] = work.second.data;
   }
-  work.other = *spread(call.inputs[1], x.sizes(), -1);
-  rows[1] = rows_like(call.inputs[1], call.shape.sizes);
-  return start(work, call.shape, rows[0], queue, &rows[1]) ? &rows : nullptr;
+  return add(work, call, launches);
 }
 
-bool after(const Call& call, const Queue& queue, const Tensors& rows, Tensor& result) {
+bool is_changed_after(const Call& call) {
   const bool masked = call.mask.defined(), sorts = call.which() == kSoftSort;
-  if (!masked && !call.reversed) return true;
+  return call.which() == kSizes || (masked && call.which() == kSoftRank) ||
+         (sorts && (masked || call.reversed));
+}
+
+bool after(const Call& call, Launches& launches, const Addresses& rows, const void* first, Tensor& result) {
+  const int64_t n = call.shape.n;
   Work work;
-  Tensor held;
   if (call.which() == kSizes) {
     work.how = How::kSigns;
-    work.other = given(call.inputs[0], call, held);
-  } else if (call.which() == kSoftRank && masked) {
+    work.other = given(call.inputs[0], call, launches);
+  } else if (call.which() == kSoftRank) {
     work.how = How::kRanks;
-    work.other = rows_of(rows[0], call.shape.n);
-  } else if (sorts && masked) {
+    work.other = rows_at(rows[0], call.inputs[0].scalar_type(), n);
+  } else if (call.mask.defined()) {
     work.how = How::kPlaces;
-  } else if (!sorts) {
-    return true;
   }
-  Tensor held_mask;
-  if (work.how != How::kSigns && masked) work.mask = given(call.mask, call, held_mask);
-  work.v = rows_of(result, call.shape.n, call.reversed);
-  Tensor made = rows_like(result, call.shape.sizes);
-  if (!start(work, call.shape, made, queue)) return false;
-  result = std::move(made);
-  return true;
+  if (work.how != How::kSigns && call.mask.defined()) work.mask = given(call.mask, call, launches);
+  work.v = rows_at(first, result.scalar_type(), n, call.reversed);
+  work.out = written(result);
+  return add(work, call, launches);
 }
 
-bool before_gradient(const Call& call, const Queue& queue, const Tensor& result, Tensor& grad) {
-  const bool masked = call.mask.defined(), sorts = call.which() == kSoftSort;
+const void* before_gradient(const Call& call, Launches& launches, const Tensor& result, const Tensor& grad) {
+  const auto change = change_of(call, grad);
+  if (!change) return grad.const_data_ptr();
   Work work;
-  Tensor held, held_grad, held_mask;
-  if (call.which() == kSizes) {
-    work.how = How::kSigns;
-    work.other = given(call.inputs[0], call, held);
-  } else if (call.which() == kSoftRank && masked) {
-    work.how = How::kProduct;
-  } else if (sorts && masked) {
-    work.how = How::kPlaces;
-    work.other = rows_of(result, call.shape.n, call.reversed);
-  } else if (!call.reversed && call.shape.is_dense(grad) &&
-             (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) & kAligned) == 0) {
-    return true;
-  }
-  if (work.how == How::kProduct || work.how == How::kPlaces) work.mask = given(call.mask, call, held_mask);
-  work.v = given(grad, call, held_grad);
+  work.how = *change;
+  if (work.how == How::kSigns) work.other = given(call.inputs[0], call, launches);
+  if (work.how == How::kPlaces) work.other = rows_of(result, call.shape.n, call.reversed);
+  if (work.how == How::kProduct || work.how == How::kPlaces) work.mask = given(call.mask, call, launches);
+  work.v = given(grad, call, launches);
   work.reversed = call.reversed;
-  Tensor made = rows_like(grad, call.shape.sizes);
-  if (!start(work, call.shape, made, queue)) return false;
-  grad = std::move(made);
-  return true;
+  work.out = taken(grad, launches);
+  return add(work, call, launches) ? work.out.data : nullptr;
 }
 
-bool after_gradient(const Call& call, const Queue& queue, Tensor& grad) {
+bool after_gradient(const Call& call, Launches& launches, Tensor& grad) {
   if (call.mask.defined() || call.negated) {
     Work work;
-    Tensor held_x, held_mask;
     work.v = rows_of(grad, call.shape.n);
-    if (call.mask.defined()) work.mask = given(call.mask, call, held_mask);
+    if (call.mask.defined()) work.mask = given(call.mask, call, launches);
     work.sign = call.negated ? -1 : 1;
     if (call.which() == kSizes) {
       work.how = How::kSizes;
-      work.other = given(call.inputs[0], call, held_x);
+      work.other = given(call.inputs[0], call, launches);
     }
-    if (!start(work, call.shape, grad, queue)) return false;
+    work.out = written(grad);
+    if (!add(work, call, launches)) return false;
   }
   call.shape.put_back(grad);
   return true;
 }
 
-Tensor repeated(const Tensor& row, at::IntArrayRef sizes, const Queue& queue) {
+bool repeat(const void* row, at::ScalarType dtype, int64_t n, int64_t rows, void* made, Launches& launches) {
   Work work;
-  work.v = *spread(row, sizes, -1);
-  Shape shape;
-  shape.n = row.size(-1);
-  Tensor made = rows_like(row, sizes);
-  return start(work, shape, made, queue) ? made : Tensor();
+  work.v = rows_at(row, dtype, n);
+  work.v.outer = 0;
+  work.out = {dtype, made};
+  return add(work, n, rows, launches);
 }
 
-Tensor product(const Tensor& a, const Tensor& b, const Queue& queue) {
+Tensor product(const Tensor& a, const Tensor& b, Launches& launches) {
+  const int64_t n = a.size(-1);
+  Tensor made = empty(a.sizes(), a.device(), a.scalar_type());
   Work work;
-  Shape shape;
-  shape.n = a.size(-1);
-  work.how = How::kProduct, work.v = rows_of(a, shape.n), work.other = rows_of(b, shape.n);
-  Tensor made = rows_like(a, a.sizes());
-  return start(work, shape, made, queue) ? made : Tensor();
+  work.how = How::kProduct, work.v = rows_of(a, n), work.other = rows_of(b, n), work.out = written(made);
+  return add(work, n, a.numel() / n, launches) ? made : Tensor();
 }
 
 }  // namespace khot::gpu

@@ -12,18 +12,18 @@
 namespace khot::gpu {
 namespace {
 
-// Start one of the launches, whose results lie at these addresses.
-bool start(const Step& step, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
-           c10::ArrayRef<void*> results, const Queue& queue) {
-  auto values = step.parameters.values;
-  bool aligned = true;
+// Add one of the launches, whose results lie at these addresses.
+bool add(const Step& step, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
+         c10::ArrayRef<void*> results, Launches& launches) {
+  uint64_t* const values = launches.add(*step.kernel, step.programs, step.parameters);
+  bool aligned = values != nullptr;
   const auto put_address = [&](int place, const void* address) {
     aligned = aligned && (reinterpret_cast<uintptr_t>(address) & kAligned) == 0;
-    if (place != Parameters::kNot) std::memcpy(&values[place], &address, sizeof address);
+    if (aligned && place != Parameters::kNot) std::memcpy(&values[place], &address, sizeof address);
   };
   for (size_t i = 0; i < inputs.size(); ++i) put_address(step.inputs[i], inputs[i]);
   for (size_t i = 0; i < results.size(); ++i) put_address(step.results[i], results[i]);
-  for (size_t i = 0; i < numbers.size(); ++i) {
+  for (size_t i = 0; aligned && i < numbers.size(); ++i) {
     const Numbered& given = step.numbers[i];
     if (!given.by_value) {
       put_address(given.places[0], numbers[i]->tensor.const_data_ptr());
@@ -37,89 +37,109 @@ bool start(const Step& step, c10::ArrayRef<const void*> inputs, c10::ArrayRef<co
       rest -= part;
     }
   }
-  return aligned && gpu::start(*step.kernel, step.programs, values.data(), step.parameters.count, queue);
+  return aligned;
 }
 
 }  // namespace
 
-Results run(const Prepared& prepared, at::IntArrayRef sizes, c10::Device device,
-            c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers, const Queue& queue) {
-  Results results;
-  results.first = empty(prepared.whole ? sizes : sizes.slice(0, sizes.size() - 1), device, prepared.dtype);
-  c10::SmallVector<void*, 6> addresses{results.first.mutable_data_ptr()};
-  if (prepared.kept_bytes > 0) results.kept = empty({prepared.kept_bytes / 8}, device, at::kDouble);
-  if (prepared.scratch_bytes > 0) results.scratch = empty({prepared.scratch_bytes / 8}, device, at::kDouble);
+bool add(const Prepared& prepared, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
+         const Results& results, Launches& launches) {
+  c10::SmallVector<void*, 6> addresses{results.first};
   for (size_t i = 0; i < prepared.begins.size(); ++i) {
-    void* const begin = (i < prepared.kept ? results.kept : results.scratch).mutable_data_ptr();
+    void* const begin = i < prepared.kept ? results.kept : results.scratch;
     addresses.push_back(static_cast<char*>(begin) + prepared.begins[i]);
   }
   for (const Step& step : prepared.steps) {
-    if (!start(step, inputs, numbers, addresses, queue)) return {};
+    if (!add(step, inputs, numbers, addresses, launches)) return false;
   }
-  return results;
+  return true;
 }
 
 namespace {
 
-// The result of a call; undefined if it is left to other ways. With a draw it is a sample from what the
-// launch results in, with the gradient of that. The rows that the launch reads may have been made already.
-Tensor solved(const Call& call, const Queue& queue, const Draw* draw = nullptr,
-              const Tensors* rows = nullptr) {
-  const auto prepared = find_or_miss(call.signature);
-  if (prepared == nullptr) return Tensor();
-  const Operator which = call.which();
-  RECORD_FUNCTION(std::string("khot::") + kOperators[which].name, std::vector<c10::IValue>());
-  const Tensor& x = call.inputs[0];
-  const c10::DeviceGuard current(x.device());
-  Tensors made;
-  if (rows == nullptr) rows = before(call, queue, made);
-  if (rows == nullptr) return Tensor();
-  c10::SmallVector<const void*, 2> inputs;
-  for (const Tensor& input : *rows) inputs.push_back(input.const_data_ptr());
-  c10::SmallVector<const Number*, kMostNumbers> numbers;
-  for (size_t i = 0; i < prepared->steps[0].numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
-  const Results results = run(*prepared, call.shape.sizes, x.device(), inputs, numbers, queue);
-  if (!results.first.defined()) return Tensor();
-  Tensor y = draw == nullptr ? results.first : draw->sample(results.first, queue);
-  if (!y.defined() || !after(call, queue, *rows, y)) return Tensor();
-  if (prepared->whole && (draw == nullptr || draw->rows == nullptr)) call.shape.put_back(y);
-  bool wanted = x.requires_grad();
+// Whether a gradient of the call is asked for.
+bool is_recorded(const Call& call) {
+  if (call.which() == kTopkMask || call.which() == kSelectable || !at::GradMode::is_enabled()) return false;
+  bool wanted = call.inputs[0].requires_grad();
   for (const Number& number : call.numbers) {
     wanted = wanted || (number.given.defined() && number.given.requires_grad());
   }
-  const bool differentiable = which != kTopkMask && which != kSelectable;
-  if (differentiable && wanted && at::GradMode::is_enabled()) record(call, *prepared, results, y);
+  return wanted;
+}
+
+// The result of a call whose launches are prepared, which are added; undefined if they cannot be. With a draw
+// it is a sample from what the launch results in, with the gradient of that. The rows that the launch reads
+// may have been made already.
+Tensor solved(const Call& call, const Prepared& prepared, Launches& launches, const Draw* draw = nullptr,
+              const Addresses* rows = nullptr) {
+  RECORD_FUNCTION(std::string("khot::") + kOperators[call.which()].name, std::vector<c10::IValue>());
+  const c10::Device device = launches.device();
+  const at::IntArrayRef sizes = call.shape.sizes, own = prepared.whole ? sizes : call.shape.batch();
+  const bool recorded = is_recorded(call), changed = draw != nullptr || is_changed_after(call);
+  const bool again =
+      recorded && (prepared.keeps_result || (call.which() == kSoftSort && call.mask.defined()));
+  const bool lasts = again || !changed;
+  const int64_t kept_bytes = recorded ? 0 : prepared.kept_bytes;
+  const int64_t first_bytes =
+      lasts ? 0 : c10::multiply_integers(own) * static_cast<int64_t>(c10::elementSize(prepared.dtype));
+  launches.reserve((rows == nullptr ? bytes_before(call) : 0) + Launches::rounded(first_bytes) + kept_bytes +
+                   prepared.scratch_bytes + (draw == nullptr ? 0 : draw->bytes()));
+  Addresses made;
+  if (rows == nullptr) {
+    if (!before(call, launches, made)) return Tensor();
+    rows = &made;
+  }
+  Tensor first, kept;
+  if (lasts) first = empty(own, device, prepared.dtype);
+  if (recorded && prepared.kept_bytes > 0) kept = empty({prepared.kept_bytes / 8}, device, at::kDouble);
+  const Results results{lasts ? first.mutable_data_ptr() : launches.take(first_bytes),
+                        kept.defined() ? kept.mutable_data_ptr() : launches.take(kept_bytes),
+                        launches.take(prepared.scratch_bytes)};
+  c10::SmallVector<const Number*, kMostNumbers> numbers;
+  for (size_t i = 0; i < prepared.steps[0].numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
+  if (!add(prepared, *rows, numbers, results, launches)) return Tensor();
+  Tensor y = first;
+  if (draw != nullptr) {
+    y = draw->sample(results.first, sizes, device, launches);
+    if (!y.defined()) return Tensor();
+  } else if (changed) {
+    y = empty(own, device, prepared.dtype);
+    if (!after(call, launches, *rows, results.first, y)) return Tensor();
+  }
+  if (prepared.whole && (draw == nullptr || draw->rows == nullptr)) call.shape.put_back(y);
+  if (recorded) record(call, again ? first : Tensor(), kept, y);
   return y;
 }
 
 // A sample by Pareto's design from the soft top-k that is asked for; for each row of `rows`, if there are
 // some, from the same probabilities. Undefined if it is left to other ways.
-Tensor sampled(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows,
-               Queue& queue) {
-  Call given;
-  if (driver().launch == nullptr || !read(kSoftTopk, asked, given)) return Tensor();
-  const at::ScalarType dtype = given.inputs[0].scalar_type();
-  const bool narrow = given.inputs[0].element_size() < 4;
-  if (narrow) given.signature.dtype() = static_cast<int64_t>(at::kFloat);
+struct Sampled {
+  Call call;
   Draw draw;
-  if (find_or_miss(given.signature) == nullptr || !draw.find(given.signature, generator, least, rows)) {
-    return Tensor();
+  std::shared_ptr<const Prepared> prepared;
+
+  bool read(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows = nullptr) {
+    if (driver().launch == nullptr || !gpu::read(kSoftTopk, asked, call)) return false;
+    if (is_narrow()) call.signature.dtype() = static_cast<int64_t>(at::kFloat);
+    prepared = find_or_miss(call.signature);
+    return prepared != nullptr && draw.find(call.signature, generator, least, rows);
   }
-  if (narrow) given.inputs[0] = given.inputs[0].to(at::kFloat);
-  queue = queue_of(given.inputs[0].device());
-  Tensor sample = solved(given, queue, &draw);
-  // Gradients of many rows are summed in float before they get the dtype of the logits.
-  return sample.defined() && narrow && rows == nullptr ? sample.to(dtype) : sample;
-}
+  bool is_narrow() const { return call.inputs[0].element_size() < 4; }
+
+  Tensor add(Launches& launches) {
+    if (is_narrow()) call.inputs[0] = call.inputs[0].to(at::kFloat);
+    return solved(call, *prepared, launches, &draw);
+  }
+};
 
 // The input times a sample for each of its rows, with the gradient that torch has of a product.
-Tensor times(const Tensor& input, const Tensor& sample, const Queue& queue) {
-  if (!input.is_contiguous() || input.scalar_type() != sample.scalar_type()) {
-    return at::mul(input, sample.to(input.scalar_type()));
+Tensor times(const Tensor& input, const Tensor& sample, Launches& launches) {
+  Tensor result;
+  if (input.is_contiguous() && input.scalar_type() == sample.scalar_type()) {
+    result = product(input, sample, launches);
   }
-  const c10::DeviceGuard current(input.device());
-  Tensor result = product(input, sample, queue);
-  if (!result.defined()) return at::mul(input, sample);
+  if (!launches.start()) return Tensor();
+  if (!result.defined()) return at::mul(input, sample.to(input.scalar_type()));
   const bool of_input = input.requires_grad(), of_sample = sample.requires_grad();
   if (at::GradMode::is_enabled() && (of_input || of_sample)) {
     const auto node = make_node<torch::autograd::generated::MulBackward0>();
@@ -132,8 +152,9 @@ Tensor times(const Tensor& input, const Tensor& sample, const Queue& queue) {
   return result;
 }
 
-PyObject* wrapped_or_none(Tensor y) {
-  if (!y.defined()) Py_RETURN_NONE;
+// The result of launches once they are started, or None.
+PyObject* started_or_none(Tensor y, Launches& launches) {
+  if (!y.defined() || !launches.start()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
 }
 
@@ -151,8 +172,12 @@ PyObject* call(Operator which, PyObject* const* args) {
   if (driver().launch == nullptr) return nullptr;
   Call given;
   if (!read(which, args, given)) return nullptr;
-  Tensor y = solved(given, queue_of(given.inputs[0].device()));
-  return y.defined() ? THPVariable_Wrap(std::move(y)) : nullptr;
+  const auto prepared = find_or_miss(given.signature);
+  if (prepared == nullptr) return nullptr;
+  const c10::DeviceGuard current(given.inputs[0].device());
+  Launches launches(given.inputs[0].device());
+  Tensor y = solved(given, *prepared, launches);
+  return y.defined() && launches.start() ? THPVariable_Wrap(std::move(y)) : nullptr;
 }
 
 }  // namespace khot::gpu
@@ -197,15 +222,16 @@ KHOT_CALL(soft_topk_of_selectable) {
   if (!read(kSelectable, asked, counting)) Py_RETURN_NONE;
   const Tensor& x = given.inputs[0];
   given.signature.number(0) = number_fact(at::kDouble, x.numel() == given.shape.n);
-  if (find_or_miss(given.signature) == nullptr || find_or_miss(counting.signature) == nullptr) Py_RETURN_NONE;
+  const auto prepared = find_or_miss(given.signature), counts = find_or_miss(counting.signature);
+  if (prepared == nullptr || counts == nullptr) Py_RETURN_NONE;
   const c10::DeviceGuard current(x.device());
-  const Queue queue = queue_of(x.device());
-  Tensors made;
-  const Tensors* const rows = before(given, queue, made);
-  if (rows == nullptr) Py_RETURN_NONE;
-  given.numbers[0].given = given.numbers[0].tensor = solved(counting, queue, nullptr, rows);
+  Launches launches(x.device());
+  Addresses rows;
+  launches.reserve(bytes_before(given));
+  if (!before(given, launches, rows)) Py_RETURN_NONE;
+  given.numbers[0].given = given.numbers[0].tensor = solved(counting, *counts, launches, nullptr, &rows);
   if (!given.numbers[0].tensor.defined()) Py_RETURN_NONE;
-  return wrapped_or_none(solved(given, queue, nullptr, rows));
+  return started_or_none(solved(given, *prepared, launches, nullptr, &rows), launches);
   END_HANDLE_TH_ERRORS
 }
 
@@ -220,8 +246,15 @@ KHOT_CALL(sample_khot) {
   }
   static PyObject* const one = PyFloat_FromDouble(1);
   PyObject* const asked[] = {args[0], args[1], args[2], one, args[6], Py_True, args[8], Py_None, Py_False};
-  Queue queue;
-  return wrapped_or_none(sampled(asked, args[9], args[10], nullptr, queue));
+  Sampled sampled;
+  if (!sampled.read(asked, args[9], args[10])) Py_RETURN_NONE;
+  const Tensor& x = sampled.call.inputs[0];
+  const c10::DeviceGuard current(x.device());
+  const at::ScalarType dtype = x.scalar_type();
+  Launches launches(x.device());
+  Tensor sample = sampled.add(launches);
+  if (!sample.defined() || !launches.start()) Py_RETURN_NONE;
+  return THPVariable_Wrap(sample.scalar_type() == dtype ? std::move(sample) : sample.to(dtype));
   END_HANDLE_TH_ERRORS
 }
 
@@ -239,9 +272,13 @@ KHOT_CALL(gated) {
   static PyObject* const one = PyFloat_FromDouble(1);
   static PyObject* const cdf = PyUnicode_FromString("logistic");
   PyObject* const asked[] = {args[0], args[1], last, one, cdf, Py_True, Py_None, Py_None, Py_False};
-  Queue queue;
-  const Tensor sample = sampled(asked, Py_None, args[3], &input, queue);
-  return wrapped_or_none(sample.defined() ? times(input, sample, queue) : Tensor());
+  Sampled sampled;
+  if (!sampled.read(asked, Py_None, args[3], &input)) Py_RETURN_NONE;
+  const c10::DeviceGuard current(x.device());
+  Launches launches(x.device());
+  const Tensor sample = sampled.add(launches);
+  Tensor result = sample.defined() ? times(input, sample, launches) : Tensor();
+  return started_or_none(std::move(result), launches);
   END_HANDLE_TH_ERRORS
 }
 

@@ -21,6 +21,7 @@
 namespace khot::gpu {
 
 using Tensors = c10::SmallVector<Tensor, 2>;
+using Addresses = c10::SmallVector<const void*, 2>;
 
 // A number by value; or in memory, where the tensors are defined: as it was given, which may be learned, and
 // as a launch reads it, with one for each row or one for all.
@@ -83,21 +84,25 @@ struct Draw {
   // them as there are rows; least is that of khot/_kernels/reference/order_sampling.py.
   bool find(const Signature& like, PyObject* given_generator, PyObject* least, const Tensor* rows = nullptr);
 
-  // Undefined, with no random number used, if nothing was started; unless the driver made an error.
-  Tensor sample(const Tensor& probs, const Queue& queue) const;
+  // What it takes of the memory of launches.
+  int64_t bytes() const;
+
+  // Add its launches. Undefined, with no random number used, if there cannot be any.
+  Tensor sample(const void* probs, at::IntArrayRef sizes, c10::Device device, Launches& launches) const;
 };
 
+// Where a prepared launch writes its results: the first, those that are read again, and the others.
 struct Results {
-  Tensor first, kept, scratch;  // the first is undefined if nothing was started
+  void *first, *kept, *scratch;
 };
 
-// Start a prepared launch for rows of such sizes with these addresses and numbers, on a device, which is the
-// current one.
-Results run(const Prepared& prepared, at::IntArrayRef sizes, c10::Device device,
-            c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers, const Queue& queue);
+// Add a prepared launch with these addresses and numbers; false if it cannot be.
+bool add(const Prepared& prepared, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
+         const Results& results, Launches& launches);
 
-// Let the result, of which a launch wrote `results`, have the gradient of the call.
-void record(const Call& call, const Prepared& prepared, const Results& results, Tensor& result);
+// Let the result have the gradient of the call, of which a launch has written these; the first of them is the
+// result, or undefined if it is not read again.
+void record(const Call& call, const Tensor& first, const Tensor& kept, Tensor& result);
 
 // torch's own nodes are counted in one way or another, by its version.
 template <class T>
@@ -110,19 +115,23 @@ auto make_node() {
   }
 }
 
-// What goes around a launch, as the ordinary way's operations have it; false or null if nothing was started.
+// What goes around a launch, as the ordinary way's operations have it; false if it cannot be added.
 //
 // What the launch reads, in rows one after another, which may be the call's own inputs; the call's result
-// from the launch's; and the same of the gradient, for which the launch's result may be read again.
-const Tensors* before(const Call& call, const Queue& queue, Tensors& made);
-bool after(const Call& call, const Queue& queue, const Tensors& rows, Tensor& result);
-bool before_gradient(const Call& call, const Queue& queue, const Tensor& result, Tensor& grad);
-bool after_gradient(const Call& call, const Queue& queue, Tensor& grad);
+// from the launch's; and the same of the gradient, for which the launch's result may be read again. What is
+// between them lies in the memory of the launches, of which these are the bytes.
+int64_t bytes_before(const Call& call);
+int64_t bytes_before_gradient(const Call& call, const Tensor& grad);
+bool before(const Call& call, Launches& launches, Addresses& rows);
+bool is_changed_after(const Call& call);
+bool after(const Call& call, Launches& launches, const Addresses& rows, const void* first, Tensor& result);
+const void* before_gradient(const Call& call, Launches& launches, const Tensor& result, const Tensor& grad);
+bool after_gradient(const Call& call, Launches& launches, Tensor& grad);
 
-// The same row for each of these sizes; undefined if nothing was started.
-Tensor repeated(const Tensor& row, at::IntArrayRef sizes, const Queue& queue);
+// The same row, of this type, for each of some rows.
+bool repeat(const void* row, at::ScalarType dtype, int64_t n, int64_t rows, void* made, Launches& launches);
 
-// The product of two contiguous tensors of the same shape and type; undefined if nothing was started.
-Tensor product(const Tensor& a, const Tensor& b, const Queue& queue);
+// The product of two contiguous tensors of the same shape and type; undefined if it cannot be added.
+Tensor product(const Tensor& a, const Tensor& b, Launches& launches);
 
 }  // namespace khot::gpu

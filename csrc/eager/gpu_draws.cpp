@@ -43,15 +43,28 @@ bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* leas
   return prepared != nullptr && generator->device() == device;
 }
 
-Tensor Draw::sample(const Tensor& given, const Queue& queue) const {
-  const Tensor probs = rows == nullptr ? given : repeated(given, rows->sizes(), queue);
-  if (!probs.defined() || !queue) return Tensor();
-  const void* const address = probs.const_data_ptr();
-  if ((reinterpret_cast<uintptr_t>(address) & kAligned) != 0) return Tensor();
-  const Tensor seed = new_seed(generator, probs.device());
+int64_t Draw::bytes() const {
+  const int64_t repeated = rows == nullptr ? 0 : rows->numel() * c10::elementSize(prepared->dtype);
+  return prepared->kept_bytes + prepared->scratch_bytes + Launches::rounded(sizeof(int64_t)) +
+         Launches::rounded(repeated);
+}
+
+Tensor Draw::sample(const void* probs, at::IntArrayRef sizes, c10::Device device, Launches& launches) const {
+  if (rows != nullptr) {
+    const int64_t n = rows->size(-1);
+    void* const each = launches.take(rows->numel() * c10::elementSize(prepared->dtype));
+    if (!repeat(probs, prepared->dtype, n, rows->numel() / n, each, launches)) return Tensor();
+    probs = each;
+    sizes = rows->sizes();
+  }
   RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
-  const void* const inputs[] = {address, seed.const_data_ptr()};
-  return run(*prepared, probs.sizes(), probs.device(), inputs, {}, queue).first;
+  Tensor made = empty(sizes, device, prepared->dtype), seed = launches.take_integer();
+  const Results results{made.mutable_data_ptr(), launches.take(prepared->kept_bytes),
+                        launches.take(prepared->scratch_bytes)};
+  const void* const inputs[] = {probs, seed.const_data_ptr()};
+  if (!add(*prepared, inputs, {}, results, launches)) return Tensor();
+  draw_seed(seed, generator);
+  return made;
 }
 
 PyObject* pareto(PyObject* const* args) {
@@ -62,8 +75,10 @@ PyObject* pareto(PyObject* const* args) {
   Draw draw;
   if (!draw.find(Signature(kParetoSample, *probs, probs->size(-1)), args[2], args[3])) return nullptr;
   const c10::DeviceGuard current(probs->device());
-  Tensor sample = draw.sample(*probs, queue_of(probs->device()));
-  return sample.defined() ? THPVariable_Wrap(std::move(sample)) : nullptr;
+  Launches launches(probs->device());
+  launches.reserve(draw.bytes());
+  Tensor sample = draw.sample(probs->const_data_ptr(), probs->sizes(), probs->device(), launches);
+  return sample.defined() && launches.start() ? THPVariable_Wrap(std::move(sample)) : nullptr;
 }
 
 }  // namespace khot::gpu

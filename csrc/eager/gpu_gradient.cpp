@@ -28,7 +28,7 @@ struct Saved {
 };
 
 // The gradients of the rows and the numbers by a prepared launch; empty if there is none.
-variable_list pulled(const Saved& saved, Tensor grad) {
+variable_list pulled(const Saved& saved, const Tensor& grad) {
   const Call& call = saved.call;
   const Tensor& x = call.inputs[0];
   const auto forward = find_or_miss(call.signature);
@@ -55,25 +55,33 @@ variable_list pulled(const Saved& saved, Tensor grad) {
     if (is_missed()) return {};
   }
   const c10::DeviceGuard current(x.device());
-  const Queue queue = queue_of(x.device());
-  Tensors made;
-  const Tensors* const rows = before(call, queue, made);
-  if (rows == nullptr || !before_gradient(call, queue, saved.result, grad)) return {};
-  c10::SmallVector<const void*, 8> known{grad.const_data_ptr()}, inputs;
-  for (const Tensor& input : *rows) known.push_back(input.const_data_ptr());
+  Launches launches(x.device());
+  const bool asked =
+      saved.wanted[1] != 0 || saved.wanted[2] != 0;  // gradients of numbers, which lie in scratch
+  launches.reserve(bytes_before(call) + bytes_before_gradient(call, grad) +
+                   (asked ? 0 : prepared->scratch_bytes));
+  Addresses rows;
+  if (!before(call, launches, rows)) return {};
+  c10::SmallVector<const void*, 8> known{before_gradient(call, launches, saved.result, grad)}, inputs;
+  if (known[0] == nullptr) return {};
+  known.append(rows.begin(), rows.end());
   known.push_back(saved.result.defined() ? saved.result.const_data_ptr() : nullptr);
   for (size_t i = 0; i < forward->kept; ++i) {
     known.push_back(static_cast<const char*>(saved.kept.const_data_ptr()) + forward->begins[i]);
   }
   for (const int source : prepared->sources) inputs.push_back(known[source]);
-  Results results = run(*prepared, call.shape.sizes, x.device(), inputs, numbers, queue);
-  if (!results.first.defined() || !after_gradient(call, queue, results.first)) return {};
+  Tensor first = empty(call.shape.sizes, x.device(), prepared->dtype), scratch;
+  if (asked) scratch = empty({prepared->scratch_bytes / 8}, x.device(), at::kDouble);
+  const Results results{first.mutable_data_ptr(), nullptr,
+                        asked ? scratch.mutable_data_ptr() : launches.take(prepared->scratch_bytes)};
+  if (!add(*prepared, inputs, numbers, results, launches)) return {};
+  if (!after_gradient(call, launches, first) || !launches.start()) return {};
   variable_list grads(1 + kMostNumbers);
-  grads[0] = std::move(results.first);
+  grads[0] = std::move(first);
   for (int i = 0; i < kMostNumbers; ++i) {
     if (!saved.wanted[1 + i]) continue;
     const int64_t begin = prepared->begins[prepared->pulls[i] - 1] / 8, count = x.numel() / call.shape.n;
-    const Tensor &given = call.numbers[i].given, of_rows = results.scratch.narrow(0, begin, count);
+    const Tensor &given = call.numbers[i].given, of_rows = scratch.narrow(0, begin, count);
     grads[1 + i] = at::sum_to(of_rows.view(call.shape.batch()), given.sizes()).to(given.scalar_type());
   }
   return grads;
@@ -284,7 +292,7 @@ struct Node : torch::autograd::Node {
 
 }  // namespace
 
-void record(const Call& call, const Prepared& prepared, const Results& results, Tensor& y) {
+void record(const Call& call, const Tensor& first, const Tensor& kept, Tensor& y) {
   const auto node = make_node<Node>();
   node->set_next_edges(
       torch::autograd::collect_next_edges(call.inputs[0], call.numbers[0].given, call.numbers[1].given));
@@ -298,12 +306,11 @@ void record(const Call& call, const Prepared& prepared, const Results& results, 
     node->values[i] = call.numbers[i].value;
     node->given.emplace_back(call.numbers[i].given, false);
   }
-  node->kept = results.kept;
+  node->kept = kept;
   torch::autograd::set_history(y, node);
-  const bool own = y.is_same(results.first);
-  const bool again = prepared.keeps_result || (call.which() == kSoftSort && call.mask.defined());
-  if (again && !own) node->result = results.first;
-  node->given.emplace_back(again && own ? y : Tensor(), true);
+  const bool own = y.is_same(first);
+  if (!own) node->result = first;
+  node->given.emplace_back(own ? y : Tensor(), true);
 }
 
 }  // namespace khot::gpu

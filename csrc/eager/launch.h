@@ -10,8 +10,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/TensorOptions.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -23,6 +26,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace khot::gpu {
@@ -236,17 +240,85 @@ using Queue = std::optional<void*>;
 
 inline Queue queue_of(c10::Device device) { return unwatched() ? current_stream(device) : std::nullopt; }
 
-// Start so many programs on the current device. The GIL is held, but not while the driver is called, which
-// may wait for room in its queue.
-inline bool start(const Compiled& kernel, int64_t programs, const uint64_t* values, int count,
-                  const Queue& queue) {
-  if (programs == 0) return true;
-  if (programs < 0 || programs >= kLarge || !queue) return false;
-  std::array<void*, kMostArguments + 4> parameters;
-  for (int i = 0; i < count; ++i) parameters[i] = const_cast<uint64_t*>(values + i);
-  const pybind11::gil_scoped_release others_may_run;
-  return driver().launch(kernel.function, static_cast<unsigned>(programs), 1, 1, kernel.threads, 1, 1,
-                         kernel.shared, *queue, parameters.data(), nullptr) == 0;
-}
+// The launches of a call, which are started together when all of them are known, and the memory in which they
+// leave something for each other: one allocation, which lives as long. Their device is the current one.
+class Launches {
+ public:
+  explicit Launches(c10::Device device) : device_(device), queue_(queue_of(device)) {}
+
+  c10::Device device() const { return device_; }
+
+  static int64_t rounded(int64_t bytes) { return (bytes + kAligned) / (kAligned + 1) * (kAligned + 1); }
+
+  // Memory for what is taken next, of so many bytes, each part of which is rounded.
+  void reserve(int64_t bytes) {
+    if (bytes == 0) return;
+    memory_.push_back(c10::GetAllocator(device_.type())->allocate(bytes));
+    next_ = static_cast<char*>(memory_.back().get());
+  }
+  void* take(int64_t bytes) { return std::exchange(next_, next_ + rounded(bytes)); }
+
+  // A tensor without dimensions in such memory.
+  Tensor take_integer() {
+    constexpr size_t bytes = sizeof(int64_t);
+    c10::Storage place(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(take(bytes), device_), nullptr,
+                       false);
+    const auto key = c10::computeDispatchKey(at::kLong, c10::kStrided, device_);
+    Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(place), c10::DispatchKeySet(key),
+                                                           caffe2::TypeMeta::Make<int64_t>());
+    made.unsafeGetTensorImpl()->set_sizes_contiguous({});
+    return made;
+  }
+
+  // A tensor that a launch reads, until it is started.
+  const Tensor& hold(Tensor tensor) {
+    held_.push_back(std::move(tensor));
+    return held_.back();
+  }
+
+  // One more, with parameters that may be changed; null if it cannot be started.
+  uint64_t* add(const Compiled& kernel, int64_t programs, const Parameters& parameters) {
+    if (programs < 0 || programs >= kLarge || !queue_) return nullptr;
+    One& launch = launches_.emplace_back();
+    launch.function = kernel.function, launch.threads = kernel.threads, launch.shared = kernel.shared;
+    launch.programs = static_cast<unsigned>(programs);
+    launch.count = parameters.count;
+    std::copy_n(parameters.values.begin(), parameters.count, launch.values.begin());
+    return launch.values.data();
+  }
+
+  // False, if the driver makes an error. The GIL is held, but not while the driver is called, which may wait
+  // for room in its queue.
+  bool start() {
+    bool well = true;
+    PyThreadState* const others_may_run = PyEval_SaveThread();
+    for (One& launch : launches_) {
+      std::array<void*, kMostArguments + 4> parameters;
+      for (int i = 0; i < launch.count; ++i) parameters[i] = &launch.values[i];
+      well = well && (launch.programs == 0 ||
+                      driver().launch(launch.function, launch.programs, 1, 1, launch.threads, 1, 1,
+                                      launch.shared, *queue_, parameters.data(), nullptr) == 0);
+    }
+    PyEval_RestoreThread(others_may_run);
+    launches_.clear();
+    return well;
+  }
+
+ private:
+  struct One {
+    void* function;
+    unsigned programs, threads, shared;
+    int count;
+    std::array<uint64_t, kMostArguments + 4> values;
+    One() {}  // NOLINT: what is not read is not written
+  };
+
+  c10::Device device_;
+  Queue queue_;
+  c10::SmallVector<One, 4> launches_;
+  c10::SmallVector<at::DataPtr, 2> memory_;
+  c10::SmallVector<Tensor, 2> held_;
+  char* next_ = nullptr;
+};
 
 }  // namespace khot::gpu

@@ -102,9 +102,9 @@ KHOT_CALL(start) {
   const std::shared_ptr<const gpu::Compiled> kernel = found->second;  // also if another thread forgets it
   const c10::Device device = arguments.first->device();
   const c10::DeviceGuard guard(device);
+  gpu::Launches one(device);
   const gpu::Parameters parameters(*kernel, arguments.given.data());
-  const gpu::Queue queue = gpu::queue_of(device);
-  if (gpu::start(*kernel, programs, parameters.values.data(), parameters.count, queue)) Py_RETURN_TRUE;
+  if (one.add(*kernel, programs, parameters) != nullptr && one.start()) Py_RETURN_TRUE;
   Py_RETURN_FALSE;
   END_HANDLE_TH_ERRORS
 }

@@ -122,10 +122,9 @@ inline Tensor empty(at::IntArrayRef sizes, c10::Device device, at::ScalarType dt
 
 // The draw of khot/_ops/uniform.py, new_seed: what torch.randint does, without its ways through the
 // dispatcher.
-inline Tensor new_seed(const std::optional<at::Generator>& generator, c10::Device device) {
+inline void draw_seed(Tensor& seed, const std::optional<at::Generator>& generator) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  return empty({}, device, at::kLong)
-      .random_(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), generator);
+  seed.random_(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), generator);
 }
 
 using Context = torch::autograd::AutogradContext;

@@ -45,6 +45,7 @@ constexpr int kMostNumbers = 2, kMostChoices = 3;
 struct Signature {
   std::array<int64_t, 5 + kMostChoices + kMostNumbers + 2> facts{};
   int64_t& dtype() { return facts[2]; }
+  int64_t rows() const { return facts[3]; }
   int64_t& choice(int i) { return facts[5 + i]; }
   int64_t& number(int i) { return facts[5 + kMostChoices + i]; }
   int64_t& cost() { return facts[5 + kMostChoices + kMostNumbers]; }

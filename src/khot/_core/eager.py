@@ -152,7 +152,7 @@ def use_driver(
     unused: int,
     device: str,
     again: Callable[[str, list[Any], list[int], Tensor], tuple[Tensor, ...]],
-    around: Callable[[str, int, tuple[Tensor | None, ...]], tuple[Any, ...]],
+    around: Callable[[str, int, torch.device, tuple[torch.dtype | None, ...]], tuple[Any, ...]],
     *,
     cdfs: dict[str, type],
 ) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from khot._kernels.triton import native
 from khot._kernels.triton.launch import variant
@@ -102,18 +102,22 @@ def _around(
 KERNELS = (_around,)
 
 
-def compiled(how: str, n: int, tensors: tuple[Tensor | None, ...]) -> tuple[int, tuple[Any, ...], int, int]:
+def compiled(
+    how: str, n: int, device: torch.device, dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[int, tuple[Any, ...], int, int]:
     """Have the kernel compiled for rows of n entries, by a launch that has no rows.
 
     Args:
-        tensors: the rows, the mask, the other tensor, the result and the second result, for their types.
+        dtypes: those of the rows, the mask, the other tensor, the result and the second result.
 
     Returns:
         What the extension finds the kernel by; of the rows that share a program how many, and how wide.
     """
     width = min(WIDTH, triton.next_power_of_2(n))
     together = WIDTH // width
-    v, mask, other, out, second = (None if x is None else x.new_empty(16) for x in tensors)
+    v, mask, other, out, second = (
+        None if dtype is None else torch.empty(16, dtype=dtype, device=device) for dtype in dtypes
+    )
     start = variant(_around, HOW=HOW[how], TOGETHER=together, WIDTH=width, num_warps=4)
     spread = (1, 0, 0, 0)
     arguments = (v, *spread, mask, *spread, other, *spread, out, 1, second, 0, n, 1.0, 0.0)

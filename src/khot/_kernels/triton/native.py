@@ -116,7 +116,9 @@ def use(launch: int, scratch: int, device: str = "cuda") -> None:
     eager.use_driver(launch, stream, knobs.runtime, scratch, device, again, _around[0], cdfs=classes)
 
 
-def serve_around(compiled: Callable[[str, int, tuple[Tensor | None, ...]], tuple[Any, ...]]) -> None:
+def serve_around(
+    compiled: Callable[[str, int, torch.device, tuple[torch.dtype | None, ...]], tuple[Any, ...]],
+) -> None:
     """Let the extension have this compile what goes around the launches of plain calls."""
     _around[:] = [compiled]
 
