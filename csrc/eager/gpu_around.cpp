@@ -268,12 +268,12 @@ bool repeat(const void* row, at::ScalarType dtype, int64_t n, int64_t rows, void
   return add(work, n, rows, launches);
 }
 
-Tensor product(const Tensor& a, const Tensor& b, Launches& launches) {
+bool product(const Tensor& a, const void* b, Tensor& made, Launches& launches) {
   const int64_t n = a.size(-1);
-  Tensor made = empty(a.sizes(), a.device(), a.scalar_type());
   Work work;
-  work.how = How::kProduct, work.v = rows_of(a, n), work.other = rows_of(b, n), work.out = written(made);
-  return add(work, n, a.numel() / n, launches) ? made : Tensor();
+  work.how = How::kProduct, work.v = rows_of(a, n), work.other = rows_at(b, a.scalar_type(), n);
+  work.out = written(made);
+  return add(work, n, a.numel() / n, launches);
 }
 
 }  // namespace khot::gpu

@@ -107,7 +107,8 @@ Tensor solved(const Call& call, const Prepared& prepared, Launches& launches, co
     if (!after(call, launches, *rows, results.first, y)) return Tensor();
   }
   if (prepared.whole && (draw == nullptr || draw->rows == nullptr)) call.shape.put_back(y);
-  if (recorded) record(call, again ? first : Tensor(), kept, y);
+  const bool multiplied = draw != nullptr && draw->multiplies;
+  if (recorded) record(call, again ? first : Tensor(), kept, multiplied ? *draw->rows : Tensor(), y);
   return y;
 }
 
@@ -136,19 +137,17 @@ struct Sampled {
 Tensor times(const Tensor& input, const Tensor& sample, Launches& launches) {
   Tensor result;
   if (input.is_contiguous() && input.scalar_type() == sample.scalar_type()) {
-    result = product(input, sample, launches);
+    result = empty(input.sizes(), input.device(), input.scalar_type());
+    if (!product(input, sample.const_data_ptr(), result, launches)) result = Tensor();
   }
   if (!launches.start()) return Tensor();
   if (!result.defined()) return at::mul(input, sample.to(input.scalar_type()));
-  const bool of_input = input.requires_grad(), of_sample = sample.requires_grad();
-  if (at::GradMode::is_enabled() && (of_input || of_sample)) {
-    const auto node = make_node<torch::autograd::generated::MulBackward0>();
-    node->set_next_edges(torch::autograd::collect_next_edges(input, sample));
-    node->self_scalar_type = node->other_scalar_type = input.scalar_type();
-    if (of_input) node->other_ = torch::autograd::SavedVariable(sample, false);
-    if (of_sample) node->self_ = torch::autograd::SavedVariable(input, false);
-    torch::autograd::set_history(result, node);
-  }
+  const auto node = make_node<torch::autograd::generated::MulBackward0>();
+  node->set_next_edges(torch::autograd::collect_next_edges(input, sample));
+  node->self_scalar_type = node->other_scalar_type = input.scalar_type();
+  node->other_ = torch::autograd::SavedVariable(sample, false);
+  if (sample.requires_grad()) node->self_ = torch::autograd::SavedVariable(input, false);
+  torch::autograd::set_history(result, node);
   return result;
 }
 
@@ -276,9 +275,12 @@ KHOT_CALL(gated) {
   if (!sampled.read(asked, Py_None, args[3], &input)) Py_RETURN_NONE;
   const c10::DeviceGuard current(x.device());
   Launches launches(x.device());
-  const Tensor sample = sampled.add(launches);
-  Tensor result = sample.defined() ? times(input, sample, launches) : Tensor();
-  return started_or_none(std::move(result), launches);
+  const bool constant = !input.requires_grad() || !at::GradMode::is_enabled();
+  const bool alike = input.is_contiguous() && input.scalar_type() == sampled.draw.prepared->dtype;
+  sampled.draw.multiplies = constant && alike;
+  Tensor sample = sampled.add(launches);
+  if (sample.defined() && !sampled.draw.multiplies) sample = times(input, sample, launches);
+  return started_or_none(std::move(sample), launches);
   END_HANDLE_TH_ERRORS
 }
 

@@ -78,7 +78,8 @@ bool read(Operator which, PyObject* const* args, Call& call);
 struct Draw {
   std::shared_ptr<const Prepared> prepared;
   std::optional<at::Generator> generator;
-  const Tensor* rows = nullptr;  // which are not read
+  const Tensor* rows = nullptr;
+  bool multiplies = false;  // the rows, which are contiguous and of the sample's type; others are not read
 
   // False if there are no launches for rows of probabilities like those of a signature, or for so many of
   // them as there are rows; least is that of khot/_kernels/reference/order_sampling.py.
@@ -101,8 +102,8 @@ bool add(const Prepared& prepared, c10::ArrayRef<const void*> inputs, c10::Array
          const Results& results, Launches& launches);
 
 // Let the result have the gradient of the call, of which a launch has written these; the first of them is the
-// result, or undefined if it is not read again.
-void record(const Call& call, const Tensor& first, const Tensor& kept, Tensor& result);
+// result, or undefined if it is not read again. The result may be multiplied by a constant.
+void record(const Call& call, const Tensor& first, const Tensor& kept, const Tensor& factor, Tensor& result);
 
 // torch's own nodes are counted in one way or another, by its version.
 template <class T>
@@ -131,7 +132,7 @@ bool after_gradient(const Call& call, Launches& launches, Tensor& grad);
 // The same row, of this type, for each of some rows.
 bool repeat(const void* row, at::ScalarType dtype, int64_t n, int64_t rows, void* made, Launches& launches);
 
-// The product of two contiguous tensors of the same shape and type; undefined if it cannot be added.
-Tensor product(const Tensor& a, const Tensor& b, Launches& launches);
+// The product of two contiguous tensors of the same shape and type, of which one lies at b.
+bool product(const Tensor& a, const void* b, Tensor& made, Launches& launches);
 
 }  // namespace khot::gpu

@@ -44,9 +44,9 @@ bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* leas
 }
 
 int64_t Draw::bytes() const {
-  const int64_t repeated = rows == nullptr ? 0 : rows->numel() * c10::elementSize(prepared->dtype);
+  const int64_t each = rows == nullptr ? 0 : rows->numel() * c10::elementSize(prepared->dtype);
   return prepared->kept_bytes + prepared->scratch_bytes + Launches::rounded(sizeof(int64_t)) +
-         Launches::rounded(repeated);
+         Launches::rounded(each) * (multiplies ? 2 : 1);
 }
 
 Tensor Draw::sample(const void* probs, at::IntArrayRef sizes, c10::Device device, Launches& launches) const {
@@ -59,10 +59,11 @@ Tensor Draw::sample(const void* probs, at::IntArrayRef sizes, c10::Device device
   }
   RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
   Tensor made = empty(sizes, device, prepared->dtype), seed = launches.take_integer();
-  const Results results{made.mutable_data_ptr(), launches.take(prepared->kept_bytes),
-                        launches.take(prepared->scratch_bytes)};
+  void* const first = multiplies ? launches.take(rows->nbytes()) : made.mutable_data_ptr();
+  const Results results{first, launches.take(prepared->kept_bytes), launches.take(prepared->scratch_bytes)};
   const void* const inputs[] = {probs, seed.const_data_ptr()};
   if (!add(*prepared, inputs, {}, results, launches)) return Tensor();
+  if (multiplies && !product(*rows, first, made, launches)) return Tensor();
   draw_seed(seed, generator);
   return made;
 }

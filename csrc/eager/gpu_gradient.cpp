@@ -24,6 +24,7 @@ using torch::autograd::variable_list;
 struct Saved {
   Call call;
   Tensor result, kept;          // the first result of the launch if it is read again, and others
+  Tensor factor;                // of the call's result, if there is one
   std::vector<int64_t> wanted;  // whether a gradient of the rows, and of each number, is
 };
 
@@ -142,7 +143,8 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
 variable_list gradient(const Saved& saved, const Tensor& given) {
   if (!given.defined()) return variable_list(1 + kMostNumbers);
   const Tensor& x = saved.call.inputs[0];
-  const Tensor grad = at::sum_to(given, x.sizes());  // of a sample that has more rows than x
+  // of a sample that has more rows than x
+  const Tensor grad = at::sum_to(saved.factor.defined() ? given * saved.factor : given, x.sizes());
   const bool direct = !at::GradMode::is_enabled() && plain_state() && is_there(grad) && is_there(x) &&
                       grad.scalar_type() == x.scalar_type() && grad.sizes() == x.sizes() &&
                       !grad._fw_grad(0).defined();
@@ -165,7 +167,8 @@ struct Node : torch::autograd::Node {
   int64_t axis = -1;
   bool negated = false, reversed = false;
   std::array<double, kMostNumbers> values{};
-  std::vector<SavedVariable> given;  // the inputs; the mask; the numbers, where they are tensors; the result
+  // the inputs; the mask; the numbers, where they are tensors; the result; its factor
+  std::vector<SavedVariable> given;
   size_t inputs = 1;
   Tensor result, kept;  // of the launch; the result if it is not that of the call
 
@@ -207,6 +210,7 @@ struct Node : torch::autograd::Node {
       if (number.given.defined()) number.tensor = for_launch(number.given, call.shape.batch());
     }
     saved.result = next();
+    saved.factor = next();
     return saved;
   }
 
@@ -292,14 +296,14 @@ struct Node : torch::autograd::Node {
 
 }  // namespace
 
-void record(const Call& call, const Tensor& first, const Tensor& kept, Tensor& y) {
+void record(const Call& call, const Tensor& first, const Tensor& kept, const Tensor& factor, Tensor& y) {
   const auto node = make_node<Node>();
   node->set_next_edges(
       torch::autograd::collect_next_edges(call.inputs[0], call.numbers[0].given, call.numbers[1].given));
   node->signature = call.signature;
   node->axis = call.shape.axis, node->negated = call.negated, node->reversed = call.reversed;
   node->inputs = call.inputs.size();
-  node->given.reserve(call.inputs.size() + kMostNumbers + 2);
+  node->given.reserve(call.inputs.size() + kMostNumbers + 3);
   for (const Tensor& input : call.inputs) node->given.emplace_back(input, false);
   node->given.emplace_back(call.mask, false);
   for (int i = 0; i < kMostNumbers; ++i) {
@@ -311,6 +315,7 @@ void record(const Call& call, const Tensor& first, const Tensor& kept, Tensor& y
   const bool own = y.is_same(first);
   if (!own) node->result = first;
   node->given.emplace_back(own ? y : Tensor(), true);
+  node->given.emplace_back(factor, false);
 }
 
 }  // namespace khot::gpu

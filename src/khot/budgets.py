@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot import cdfs
 from khot._core import arguments, eager, rows
@@ -100,7 +101,7 @@ def soft_budget(
         >>> round((cost * y).sum().item(), 4)
         3.0
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.soft_budget(
             input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group
         )  # fmt: skip

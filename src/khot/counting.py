@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot import cdfs
 from khot._core import arguments, eager, precision
@@ -73,7 +73,7 @@ def soft_count(
         >>> khot.soft_count(x, 1.5, tau=0.01)
         tensor(2.)
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.soft_count(input, at, dim, tau, cdf)
         if plain is not None:
             return plain
@@ -121,7 +121,7 @@ def inverse_soft_count(
         >>> khot.inverse_soft_count(x, 2, tau=0.01)
         tensor(1.5000)
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.inverse_soft_count(input, count, dim, tau, cdf)
         if plain is not None:
             return plain

@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Generator, Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot import baselines, cdfs, sampling
 from khot._core import arguments, eager
@@ -140,7 +141,7 @@ def sample_khot(
         >>> x.sum(-1)
         tensor([2., 2., 2.], grad_fn=<SumBackward1>)
     """
-    if eager.launching and not torch.compiler.is_compiling():
+    if eager.launching and not is_dynamo_compiling():
         plain = eager.sample_khot(
             logits, k, dim, estimator, design, tau, cdf, hard, mask, generator, LEAST
         )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot import cdfs
 from khot._core import arguments, eager, rows
@@ -86,7 +87,7 @@ def soft_topk_magnitude(
         >>> khot.soft_topk_magnitude(x, 2, tau=0.5, rescale=True)
         tensor([-3.,  0.,  2.,  0.])
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
         if plain is not None:
             return plain

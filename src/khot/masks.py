@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot import cdfs
 from khot._core import arguments, eager, rows
@@ -93,7 +94,7 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
         if plain is not None:
             if hard is False:
@@ -131,7 +132,7 @@ def log_soft_topk(
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
         tensor([  -0.6931, -200.0000])
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, True)
         if plain is not None:
             return plain
@@ -301,7 +302,7 @@ def ot_topk(
         >>> torch.equal(khot.ot_topk(x, 2, epsilon=0.1), khot.sigmoid_topk(x, 2, tau=0.05))
         True
     """
-    if hard is False and normalize is False and type(epsilon) is float and not torch.compiler.is_compiling():
+    if hard is False and normalize is False and type(epsilon) is float and not is_dynamo_compiling():
         small = eager.soft_topk(input, k, dim, epsilon / 2, "logistic", largest, mask, group, False)
         if small is not None:
             return small
@@ -408,7 +409,7 @@ def topk_mask(
         >>> khot.topk_mask(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
         tensor([0., 1., 1., 0.])
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.topk_mask(input, k, dim, largest, mask, group)
         if plain is not None:
             return plain

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot import cdfs
 from khot._core import arguments, eager
@@ -111,7 +112,7 @@ def soft_rank(
         >>> khot.soft_rank(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([1., 3., 2.])
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
         if plain is not None:
             return plain
@@ -193,7 +194,7 @@ def soft_sort(
         >>> khot.soft_sort(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([10., 20., 30.])
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
         if plain is not None:
             return plain

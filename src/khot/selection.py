@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot._core import arguments, eager
 from khot._core.precision import autocast_dtype
@@ -69,7 +70,7 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
         >>> values, indices
         (tensor([3., 3., 2.]), tensor([1, 3, 2]))
     """
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         plain = eager.topk(input, k, dim, largest, sorted)
         if plain is not None:
             return TopK(*plain)

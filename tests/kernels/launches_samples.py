@@ -187,6 +187,57 @@ def test_gates_draw_from_one_row_of_logits(
         assert layer(x).isnan().all() and answered == [True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(6, 32), (2, 3, 32), (32,)], ids=str)
+def test_gates_of_constants_are_one_node(
+    shape: tuple[int, ...], dtype: torch.dtype, seen: list[recorded.Launch]
+) -> None:
+    """A column too large for its dtype shows that the gradient is multiplied as torch multiplies it."""
+    layer, x = gate(dtype), scores(*shape).to(dtype)
+    x[..., 3] = 1e38 if dtype == torch.float32 else 6e4
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(5)
+        y = layer(x)
+        grads = torch.autograd.grad(y, layer.logits, scores(*shape).flip(0).to(dtype) * 20, retain_graph=True)
+        batch = torch.stack([scores(*shape), scores(*shape).flip(0)]).to(dtype)
+        grads += torch.autograd.grad(y, layer.logits, batch, is_grads_batched=True)
+        return [y.detach(), *grads, torch.get_rng_state()]
+
+    with ordinary():
+        wanted = results()
+    results()
+    with answers("gated") as answered:
+        found = results()
+        y = layer(x)
+    assert answered == [True] * 2 and same([found[0], found[-1]], [wanted[0], wanted[-1]])
+    assert torch.equal(found[1].nan_to_num(7), wanted[1].nan_to_num(7))
+    assert torch.allclose(found[2], wanted[2], rtol=1e-3 if dtype == torch.float16 else 1e-5, equal_nan=True)
+    if dtype == torch.float32:
+        assert y.grad_fn is not None and y.grad_fn.name() == "khot::soft_topk_backward"
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_gates_follow_what_becomes_of_their_logits(seen: list[recorded.Launch]) -> None:
+    """Also where they are no parameter of the layer's own."""
+    layer, x = gate(), scores(6, 32)
+    gated(layer, x)
+    torch.nn.utils.parametrize.register_parametrization(layer, "logits", torch.nn.Tanh())
+    given = layer.parametrizations.logits.original
+    with ordinary():
+        torch.manual_seed(5)
+        wanted = torch.autograd.grad(layer(x).sum(), given)[0]
+    torch.manual_seed(5)
+    assert torch.allclose(torch.autograd.grad(layer(x).sum(), given)[0], wanted)
+    layer = gate()
+    layer.logits = torch.nn.Parameter(torch.full((32,), -5.0).index_fill_(0, torch.arange(4), 9.0))
+    layer.k = 4
+    y = layer(x)
+    assert ((y != 0).sum(-1) == 4).all() and (y[:, :4] != 0).all()
+
+
 def test_gradients_of_many_rows_are_summed_in_float(seen: list[recorded.Launch]) -> None:
     layer, x = gate(torch.float16), scores(6, 32)
     x[1::2] = -x[::2]  # so that the large ones cancel

@@ -5,6 +5,7 @@ dispatch, checks and errors are there. Of all but the soft top-k, the soft count
 only small calls are taken. On a GPU, calls of the operators in :data:`ON_GPUS` are taken once the ordinary
 way has made a call with rows like theirs, and has prepared its launches (:mod:`khot._kernels.triton.native`),
 which it does where a plain call was :data:`missed`; the ordinary way's own launches go through :data:`start`.
+Where a call is asked for, Dynamo must not see it. All other tracers are modes, which the extension sees.
 The extension is written in torch's C++ interface, which is not stable, so it is used with the torch that it
 was built with, whose version is in its name. Without it every call returns None.
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from khot._core import arguments, eager
@@ -85,7 +86,7 @@ def available(k: Scalar, x: Tensor) -> Scalar:
     A number stays one where all entries may be selected: the operators take a number as it is.
     """
     number = not isinstance(k, Tensor) and k <= x.shape[-1]
-    if number and not torch.compiler.is_compiling() and eager.launching:
+    if number and not is_dynamo_compiling() and eager.launching:
         counts = eager.selectable(x, -1, float(k))
         if counts is not None:
             return counts

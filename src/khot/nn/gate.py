@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from khot import estimators, masks, sampling
 from khot._core import arguments, eager
@@ -161,12 +162,15 @@ class KHotGate(LeftSoft):
     def _gated(self, input: Tensor) -> Tensor:
         """What :func:`khot.estimators.straight_through` gives of the logits for each example, with the
         probabilities computed once, since they are the same for all; times the input."""
-        logits, k = self.logits, self._size()
-        if eager.launching and not torch.compiler.is_compiling() and self.design in (None, "pareto"):
-            plain = eager.gated(logits, k, input, LEAST)
-            if plain is not None:
-                self._note_step(logits, True)
-                return plain
+        k = self._size()
+        if eager.launching and not is_dynamo_compiling() and self.design in (None, "pareto"):
+            logits = self._parameters.get("logits")  # several times as fast as the attribute, if it is there
+            if logits is not None:
+                plain = eager.gated(logits, k, input, LEAST)
+                if plain is not None:
+                    self._note_step(logits, True)
+                    return plain
+        logits = self.logits
         check_width(input, self.n, self)
         self._note_step(logits)
         x = at_least_single(logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from khot import cdfs, masks
 from khot._core import arguments, eager
@@ -97,7 +98,7 @@ class SoftTopK(LeftSoft):
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         soft = self.training or self.soft_eval
-        if soft and not self.hard and eager.launching and not torch.compiler.is_compiling():
+        if soft and not self.hard and eager.launching and not is_dynamo_compiling():
             k, tau = current(self.k), current(self.tau)
             plain = eager.soft_topk_of_selectable(input, k, self.dim, tau, self.cdf, True, mask, None, False)
             if plain is not None:
