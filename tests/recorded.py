@@ -247,7 +247,7 @@ def _columns(values: dict[str, Any]) -> int:
     return int(values["n_columns"] if "n_columns" in values else values["n"])
 
 
-def _written(values: dict[str, Any], **results: Tensor) -> None:
+def _written(values: dict[str, Any], /, **results: Tensor) -> None:
     """Write results to where the parameters of their names point, in the dtypes of these."""
     for name, result in results.items():
         dtype = DTYPES[values["kinds"][f"{name}_pointer"]]
@@ -353,6 +353,12 @@ def _pull_laplace(operator: str, values: dict[str, Any]) -> None:
     _written(values, dx=dx, **({"dtau": dtau} if values["ASKED"] else {}))
 
 
+def _sort_short_rows(values: dict[str, Any]) -> None:
+    x, k = _matrix(values, "x", values["x_stride"]), values["k"]
+    found, index = OPERATORS["topk"].kernel(x, k, values["LARGEST"], True)
+    _written(values, values=found, index=index)
+
+
 def _part_scan(values: dict[str, Any]) -> None:
     w, g = (_matrix(values, name, values[f"{name}_stride"]) for name in ("w", "g"))
     w = torch.ones_like(w) if values["ONES"] else w
@@ -438,5 +444,6 @@ EMULATED = {
     "_rank_rows": _rank_rows,
     "_pull_ranks": functools.partial(_pull_laplace, "laplace_count_backward"),
     "_sort_rows": _sort_rows,
+    "_sort_short_rows": _sort_short_rows,
     "_pull_sorts": functools.partial(_pull_laplace, "laplace_thresholds_backward"),
 }

@@ -5,6 +5,10 @@
 
 #include <cstdint>
 
+namespace at {
+class Tensor;
+}
+
 namespace khot {
 
 #define KHOT_CALL(name) PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count)
@@ -45,7 +49,8 @@ enum Operator : int64_t {
   kSoftSort,
   kSelectable,
   kSizes,  // magnitudes, where a mask takes some out
-  kParetoSample
+  kParetoSample,
+  kTopk
 };
 
 // The result of a plain call on a GPU; null, without an error of Python's, if it is left to other ways.
@@ -53,6 +58,9 @@ PyObject* call(Operator which, PyObject* const* args);
 
 // pareto(probs, dim, generator, least), likewise.
 PyObject* pareto(PyObject* const* args);
+
+// topk(input, k, dim, largest, sorted), without a gradient; false if it is left to other ways.
+bool topk(PyObject* const* args, at::Tensor& values, at::Tensor& indices);
 
 }  // namespace gpu
 }  // namespace khot

@@ -1,6 +1,7 @@
 // Other plain calls on the CPU: the top-k, the hard mask, ranks, sorts and the Pareto sample.
 #include <ATen/ops/scatter.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/Generator.h>
 
 #include <algorithm>
@@ -19,7 +20,9 @@ namespace {
 
 // ---------------------------------------------------------------------------------- the top-k
 
-std::tuple<Tensor, Tensor> largest(const Tensor& x, const TopKSpec& spec) {
+using Found = std::tuple<Tensor, Tensor>;  // the values and the indices
+
+Found largest(const Tensor& x, const TopKSpec& spec) {
   c10::DimVector sizes(x.sizes());
   sizes.back() = spec.k;
   Tensor values = at::empty(sizes, x.options()), indices = at::empty(sizes, x.options().dtype(at::kLong));
@@ -33,11 +36,11 @@ std::tuple<Tensor, Tensor> largest(const Tensor& x, const TopKSpec& spec) {
 
 class TopK : public torch::autograd::Function<TopK> {
  public:
-  static Variables forward(Context* context, const Tensor& x, const TopKSpec& spec) {
-    const auto [values, indices] = largest(x, spec);
+  static Variables forward(Context* context, const Tensor& x, c10::function_ref<Found()> find) {
+    const auto [values, indices] = find();
     context->mark_non_differentiable({indices});
     context->save_for_backward({indices});
-    context->saved_data["n"] = spec.n;
+    context->saved_data["n"] = x.size(-1);
     return {values, indices};
   }
 
@@ -50,6 +53,12 @@ class TopK : public torch::autograd::Function<TopK> {
   }
 };
 
+Found with_gradient(const Tensor& x, c10::function_ref<Found()> find) {
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return find();
+  Variables results = TopK::apply(x, find);
+  return {std::move(results[0]), std::move(results[1])};
+}
+
 }  // namespace
 
 // topk(input, k, dim, largest, sorted)
@@ -57,23 +66,21 @@ PyObject* topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 5, "khot: topk takes 5 arguments");
   if (!PyLong_CheckExact(args[1]) || !PyBool_Check(args[3]) || !PyBool_Check(args[4])) Py_RETURN_NONE;
-  const Tensor* found = rows_of(args[0], args[2], kAny);
-  if (found == nullptr) Py_RETURN_NONE;
-  const Tensor& x = *found;
-  int overflow = 0;
-  const long k = PyLong_AsLongAndOverflow(args[1], &overflow);
-  const TopKSpec spec{x.size(-1), k, args[3] == Py_True, args[4] == Py_True};
-  if (overflow != 0 || k < 1 || k > spec.n || spec.n >= int64_t{1} << 32) Py_RETURN_NONE;
-  RECORD_FUNCTION("khot::topk", std::vector<c10::IValue>());
   Tensor values, indices;
-  {
+  if (gpu::topk(args, values, indices)) {
+    const Found found(values, indices);
+    std::tie(values, indices) = with_gradient(THPVariable_Unpack(args[0]), [&] { return found; });
+  } else {
+    const Tensor* found = rows_of(args[0], args[2], kAny);
+    if (found == nullptr) Py_RETURN_NONE;
+    const Tensor& x = *found;
+    int overflow = 0;
+    const long k = PyLong_AsLongAndOverflow(args[1], &overflow);
+    const TopKSpec spec{x.size(-1), k, args[3] == Py_True, args[4] == Py_True};
+    if (overflow != 0 || k < 1 || k > spec.n || spec.n >= int64_t{1} << 32) Py_RETURN_NONE;
+    RECORD_FUNCTION("khot::topk", std::vector<c10::IValue>());
     const pybind11::gil_scoped_release others_may_run;
-    if (at::GradMode::is_enabled() && x.requires_grad()) {
-      Variables results = TopK::apply(x, spec);
-      values = std::move(results[0]), indices = std::move(results[1]);
-    } else {
-      std::tie(values, indices) = largest(x, spec);
-    }
+    std::tie(values, indices) = with_gradient(x, [&] { return largest(x, spec); });
   }
   PyObject* const first = THPVariable_Wrap(std::move(values));
   PyObject* const second = THPVariable_Wrap(std::move(indices));

@@ -179,6 +179,26 @@ PyObject* call(Operator which, PyObject* const* args) {
   return y.defined() && launches.start() ? THPVariable_Wrap(std::move(y)) : nullptr;
 }
 
+bool topk(PyObject* const* args, Tensor& values, Tensor& indices) {
+  if (driver().launch == nullptr) return false;
+  Call given;
+  if (!read(kTopk, args, given) || given.shape.axis != -1) return false;
+  const auto prepared = find_or_miss(given.signature);
+  if (prepared == nullptr) return false;
+  RECORD_FUNCTION("khot::topk", std::vector<c10::IValue>());
+  const c10::Device device = given.inputs[0].device();
+  const c10::DeviceGuard current(device);
+  Launches launches(device);
+  launches.reserve(bytes_before(given));
+  Addresses rows;
+  if (!before(given, launches, rows)) return false;
+  at::DimVector sizes = given.shape.sizes;
+  sizes.back() = PyLong_AsLong(args[1]);
+  values = empty(sizes, device, prepared->dtype), indices = empty(sizes, device, at::kLong);
+  const Results results{values.mutable_data_ptr(), nullptr, indices.mutable_data_ptr()};
+  return add(*prepared, rows, {}, results, launches) && launches.start();
+}
+
 }  // namespace khot::gpu
 
 namespace khot {

@@ -32,9 +32,16 @@ struct Described {
   const char *name, *roles;
 };
 constexpr Described kOperators[] = {
-    {"soft_topk", "xkdtclmN*"},      {"topk_mask", "xkdlmN"},   {"soft_topk_magnitude", "xidt*FNN"},
-    {"soft_budget", "xwtdtc**lmFN"}, {"soft_rank", "xdtcl**m"}, {"soft_sort", "xdtcr**m"},
-    {"selectable", "xdt"},           {"sizes", "xidt*FmN"},     {"pareto_sample", "xd**"},
+    {"soft_topk", "xkdtclmN*"},
+    {"topk_mask", "xkdlmN"},
+    {"soft_topk_magnitude", "xidt*FNN"},
+    {"soft_budget", "xwtdtc**lmFN"},
+    {"soft_rank", "xdtcl**m"},
+    {"soft_sort", "xdtcr**m"},
+    {"selectable", "xdt"},
+    {"sizes", "xidt*FmN"},
+    {"pareto_sample", "xd**"},
+    {"topk", "x*d**"},
 };
 
 constexpr int kMostNumbers = 2, kMostChoices = 3;

@@ -109,6 +109,67 @@ def test_checkpoints(name: str, seen: list[recorded.Launch]) -> None:
         assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [1, 3, 32])
+def test_topk_of_short_rows(k: int, dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
+    """With ties and NaN, of rows, of columns of another tensor, and of one row."""
+    x = scores(6, 32, dtype=dtype).round(decimals=1)
+    x[0, 3] = torch.nan
+    v = scores(6, k, dtype=dtype)
+
+    def found(x: Tensor, **flags: bool) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        values, indices = khot.topk(leaf, k, **flags)
+        assert not indices.requires_grad
+        (grad,) = torch.autograd.grad(values, leaf, v[: len(values)].view_as(values), create_graph=True)
+        assert grad.requires_grad is False or values.requires_grad
+        return [values.detach().nan_to_num(7), indices, grad.detach()]
+
+    for given, flags in (
+        (x, {}),
+        (x, {"largest": False}),
+        (x, {"sorted": False}),
+        (x.T.contiguous().T, {}),
+        (x[2:3], {}),
+        (x[:4].view(2, 2, 32), {}),
+    ):
+        v = scores(*given.shape[:-1], k, dtype=dtype)
+        with ordinary():
+            wanted = found(given, **flags)
+        found(given, **flags)
+        seen.clear()
+        with answers("topk") as answered:
+            assert same(found(given, **flags), wanted)
+            with torch.inference_mode():
+                assert all(each.is_inference() for each in khot.topk(given, k, **flags))
+        assert answered == [True] * 2 and len(of_operators(seen)) == 2
+
+
+def test_other_calls_of_topk_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+    """And errors come from there."""
+    x = scores(6, 32)
+    calls: list[Callable[[], Any]] = [
+        lambda: khot.topk(x, 4),  # nothing is prepared for it
+        lambda: khot.topk(x, 3, 0),
+        lambda: khot.topk(x.double(), 3),
+        lambda: khot.topk(x[:5], 3),
+        lambda: torch.func.vmap(lambda x: khot.topk(x, 3).values)(x),
+        lambda: checkpoint(
+            lambda x: khot.topk(x, 3).values * 1, x.clone().requires_grad_(), use_reentrant=False
+        ),
+    ]
+    for call in calls:
+        launch.forget()
+        khot.topk(x, 3)
+        with answers("topk") as answered:
+            call()
+        assert answered == [False]
+    for k, error in ((33, ValueError), (-1, ValueError), (3.0, TypeError), (True, TypeError)):
+        with answers("topk") as answered, pytest.raises(error, match="k must"):
+            khot.topk(x, k)  # type: ignore[arg-type]
+        assert answered == [False]
+
+
 def test_columns_of_more_dimensions(seen: list[recorded.Launch]) -> None:
     mask = scores(3, 1) > -0.5
     agrees(lambda x: khot.soft_topk(x, x.new_full((2, 5), 1.5), 1, mask=mask), scores(2, 3, 5))

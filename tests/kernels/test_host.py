@@ -403,7 +403,7 @@ UPDATE = 87
 
 @pytest.mark.parametrize(
     ("groups", "kernels", "operations"),
-    [({}, ["_sort_rows"], 1), ({"groups": 8, "top_groups": 4}, 4 * ["_sort_rows"], 6)],
+    [({}, ["_sort_short_rows"], 1), ({"groups": 8, "top_groups": 4}, 4 * ["_sort_short_rows"], 6)],
     ids=["all", "groups"],
 )
 def test_balancers_launch_little(

@@ -95,6 +95,7 @@ gated: _Call = _ordinary
 #: The calls that are taken on a GPU
 ON_GPUS = (
     "soft_topk",
+    "topk",
     "topk_mask",
     "soft_topk_magnitude",
     "soft_budget",

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import topk as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, native
 from khot._kernels.triton.functions import load, place
-from khot._kernels.triton.launch import launch
+from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of, levels
 from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered, reaches
 
@@ -180,7 +180,7 @@ def _search_rows(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _sort_rows(
+def _sort_short_rows(
     x_pointer, x_stride, values_pointer, index_pointer, rows, n, k,
     LARGEST: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -259,7 +259,7 @@ def _judge_few(values_pointer, index_pointer, out_pointer, k, WHAT: tl.constexpr
         tl.store(out_pointer + row * STATE + 2, tl.where(bad, 1, 0))
 
 
-KERNELS = (_search_rows, _sort_rows, _count_selected, _take_selected, _judge_few)
+KERNELS = (_search_rows, _sort_short_rows, _count_selected, _take_selected, _judge_few)
 
 
 class _Search(NamedTuple):
@@ -335,11 +335,13 @@ def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor
         width = max(2, triton.next_power_of_2(n))
         kept = max(2, triton.next_power_of_2(k))
         together, warps = max(1, layout.TOGETHER // width), max(1, min(8, width // 256))
-        launch(
-            _sort_rows, triton.cdiv(rows, together),
-            *source, values, indices, rows, n, k,
+        sorter = variant(
+            _sort_short_rows,
             LARGEST=largest, TOGETHER=together, WIDTH=width, KEPT=kept, num_warps=max(4, warps),
         )  # fmt: skip
+        programs, arguments = triton.cdiv(rows, together), (*source, values, indices, rows, n, k)
+        sorter(programs, *arguments)
+        native.prepare("topk", source[0], sorter, programs, arguments, k, largest, sorted)
         return values, indices
     if not grouped:
         _take(x, source, values, indices, rows, n, k, largest)

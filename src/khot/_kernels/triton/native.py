@@ -69,6 +69,7 @@ LAUNCHES = {
     "soft_topk_magnitude": _MAGNITUDE,
     "sizes": _MAGNITUDE,
     "pareto_sample": (Launch(("x", "seed"), ("out", "drawn", "probabilities", "numbers", "keys"), ()),),
+    "topk": (Launch(("x",), ("values", "index"), ()),),
     "soft_budget": (
         Launch(("x", "cost"), ("out", "hi", "lo"), ("budget", "tau")),
         Launch(("grad", "x", "cost", "hi", "lo"), ("dx", "dcost", "dbudget", "dtau"), ("tau",)),
