@@ -15,6 +15,7 @@ import triton.language as tl
 
 from khot._kernels.triton import native
 from khot._kernels.triton.launch import variant
+from khot._kernels.triton.sizes import next_power_of_2
 
 __all__ = ["HOW", "KERNELS"]
 
@@ -113,7 +114,7 @@ def compiled(
     Returns:
         What the extension finds the kernel by; of the rows that share a program how many, and how wide.
     """
-    width = min(WIDTH, triton.next_power_of_2(n))
+    width = min(WIDTH, next_power_of_2(n))
     together = WIDTH // width
     v, mask, other, out, second = (
         None if dtype is None else torch.empty(16, dtype=dtype, device=device) for dtype in dtypes

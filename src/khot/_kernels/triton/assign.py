@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from khot import cdfs
@@ -23,6 +22,7 @@ from khot._kernels.triton import assign_whole as whole
 from khot._kernels.triton import layout
 from khot._kernels.triton.assign_rows import TILE
 from khot._kernels.triton.launch import variant
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = ["Cut", "cut", "fits", "scores", "soft_assign", "which"]
 
@@ -37,7 +37,7 @@ HELD = 32  # rows of a program, at least
 
 def which(n: int, cdf: str, at_most: bool) -> dict[str, dict[str, int]]:
     """The constants of the kernels of the steps, for so many columns."""
-    width = max(16, triton.next_power_of_2(n))
+    width = max(16, next_power_of_2(n))
     rows = max(1, 2 * TILE // width)
     common = {"AT_MOST": at_most, "ROWS": rows, "WIDTH": width, "num_warps": TILE // 32}
     return {
@@ -58,9 +58,9 @@ class Cut(NamedTuple):
 
 
 def cut(count: int, m: int, n: int) -> Cut:
-    held = max(HELD, 2 * TILE // max(16, triton.next_power_of_2(n)))
-    length = triton.cdiv(triton.cdiv(m, max(1, PROGRAMS // max(count, 1))), held) * held
-    return Cut(count, triton.cdiv(m, max(length, 1)), length)
+    held = max(HELD, 2 * TILE // max(16, next_power_of_2(n)))
+    length = cdiv(cdiv(m, max(1, PROGRAMS // max(count, 1))), held) * held
+    return Cut(count, cdiv(m, max(length, 1)), length)
 
 
 def fits(x: Tensor, cdf: str, shape: float) -> bool:

@@ -18,6 +18,7 @@ from khot._kernels.triton.assign_steps import DONE, NUMBERS, STATUS
 from khot._kernels.triton.assign_system import overlap
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import side
+from khot._kernels.triton.sizes import next_power_of_2
 
 __all__ = ["KERNELS", "STEPS", "VECTORS", "solve_whole", "which"]
 
@@ -356,7 +357,7 @@ KERNELS = (solve_whole,)
 
 
 def which(n: int, cdf: str, at_most: bool) -> dict[str, int]:
-    width = max(16, triton.next_power_of_2(n))
+    width = max(16, next_power_of_2(n))
     rows = max(1, TILE // width)
     return {
         "CDF": layout.cdf_id(cdf), "AT_MOST": at_most, "ROWS": rows, "WIDTH": width,

@@ -33,6 +33,7 @@ from khot._kernels.triton.calibration import _clamp, _times
 from khot._kernels.triton.draws import _columns, _moments, _plan, uniforms
 from khot._kernels.triton.fast import INTERPRETED, _halvings, double, reciprocal, total
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import next_power_of_2
 
 LONGEST = 1024  # entries of a row that one program draws
 ENTRIES = 4  # of a thread
@@ -243,7 +244,7 @@ def _conditional_poisson(
 
 def which(n: int) -> dict[str, int]:
     """The constants of rows of n entries, with a phantom unit."""
-    block = max(32, triton.next_power_of_2(n + 1))
+    block = max(32, next_power_of_2(n + 1))
     warps = min(8, max(1, block // 32 // ENTRIES))  # more would leave a thread 128 registers
     return {"CHUNK": min(block, 16 * warps), "BLOCK": block, "num_warps": warps}
 

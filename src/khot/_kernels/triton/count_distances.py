@@ -9,6 +9,7 @@ from torch import Tensor
 from khot._kernels.reference import count_distances as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "count_distances"]
 
@@ -106,7 +107,7 @@ def count_distances(
     bins, rows, (width, together, warps) = counts.shape[0] - 1, biased.numel() // n, layout.block(n)
     groups = [None if v is None else layout.rows(v, v.shape[-1]) for v in (sums, tops, closed)]
     launch(
-        _count_distances, triton.cdiv(rows, together),
+        _count_distances, cdiv(rows, together),
         counts, *layout.rows(biased, n), *layout.rows(values, values.shape[-1]),
         *layout.rows(best, best.shape[-1]), updates, octave, None if mask is None else mask.contiguous(),
         *(part for pair in groups for part in (pair or (None, 0))),

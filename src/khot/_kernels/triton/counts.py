@@ -19,6 +19,7 @@ from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, joined, store
 from khot._kernels.triton.functions import POWER, full_support, median, place, side
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 TILE = 2048  # entries times levels that a program holds at a time, in float32
 LEVELS, ENTRIES = 32, 1024  # at most, in a tile: more take too many registers
@@ -279,14 +280,14 @@ class _Tile:
         batch, n, self.m = x.shape[:-1], x.shape[-1], levels(at)
         F, compute = cdfs.resolve(cdf, shape), layout.compute(x.dtype, tau)
         size = TILE if compute == tl.float32 else TILE // 2
-        self.rows, self.height = batch.numel(), min(LEVELS, triton.next_power_of_2(self.m))
-        self.width = min(size // self.height, ENTRIES, triton.next_power_of_2(n))
-        self.groups = triton.cdiv(self.m, self.height)
+        self.rows, self.height = batch.numel(), min(LEVELS, next_power_of_2(self.m))
+        self.width = min(size // self.height, ENTRIES, next_power_of_2(n))
+        self.groups = cdiv(self.m, self.height)
         # a row with few levels is split among programs
         wanted = max(1, layout.PROGRAMS // (self.rows * self.groups))
-        self.parts = min(triton.cdiv(n, MANY * self.width), wanted)
-        self.length = triton.cdiv(triton.cdiv(n, self.parts), self.width) * self.width
-        self.parts = triton.cdiv(n, self.length)
+        self.parts = min(cdiv(n, MANY * self.width), wanted)
+        self.length = cdiv(cdiv(n, self.parts), self.width) * self.width
+        self.parts = cdiv(n, self.length)
         # of two numbers of float32, float64 would miss the last digits
         given = layout.values if compute == tl.float32 else _in_memory
         self.x, self.tau, self.power = layout.rows(x, n), given(tau, batch, x.device), layout.power(F)
@@ -347,8 +348,8 @@ def soft_count_backward(
         )  # fmt: skip
         return dx, dat, dtau
     sums = torch.empty(tile.rows * m * tile.parts * 2, dtype=torch.float64, device=x.device)
-    width = min(triton.next_power_of_2(m), 1024 // triton.next_power_of_2(tile.parts))
-    entries = triton.cdiv(n, tile.width)
+    width = min(next_power_of_2(m), 1024 // next_power_of_2(tile.parts))
+    entries = cdiv(n, tile.width)
     launch(
         _count_densities, tile.rows * tile.groups * tile.parts,
         *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
@@ -357,7 +358,7 @@ def soft_count_backward(
     launch(
         _pull_levels, tile.rows,
         *incoming, *tile.at, *tile.tau, sums, dat, dtau, m, tile.parts,
-        WIDTH=width, PARTS=triton.next_power_of_2(tile.parts),
+        WIDTH=width, PARTS=next_power_of_2(tile.parts),
     )  # fmt: skip
     launch(
         _pull_entries, tile.rows * entries,

@@ -18,6 +18,7 @@ from khot._kernels.triton.draws import SIZES, uniforms
 from khot._kernels.triton.fast import double, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = ["KERNELS", "pivotal_sample", "systematic_sample", "tournament"]
 
@@ -111,7 +112,7 @@ def systematic_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
     n, out = probs.shape[-1], probs.new_empty(probs.shape)
     if out.numel() == 0:
         return out
-    width = min(WIDTH, triton.next_power_of_2(n + 1))
+    width = min(WIDTH, next_power_of_2(n + 1))
     launch(
         _systematic, out.numel() // n,
         *layout.rows(probs, n), seed, out, n, reference.line_bits(n + 1), tolerance,
@@ -221,7 +222,7 @@ def _play(
         after = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
         units_after = torch.empty_like(after, dtype=torch.int32)
         launch(
-            _duels, triton.cdiv(rows, which["TOGETHER"]) * parts,
+            _duels, cdiv(rows, which["TOGETHER"]) * parts,
             x, stride, units, phantom, seed, out, after, units_after,
             rows, n, nodes, column, parts, tolerance,
             SUMMED=summed, LAST=parts == 1, **which,
@@ -236,14 +237,14 @@ def _play(
 
 def way(nodes: int) -> tuple[dict[str, int], int]:
     """How so many nodes are played off: the kernel's constants, and into how many parts a row is cut."""
-    width = min(triton.next_power_of_2(nodes), NODES)
+    width = min(next_power_of_2(nodes), NODES)
     together = max(1, layout.TOGETHER // width)
     return {
         "TOGETHER": together,
         "WIDTH": width,
         "LEVELS": width.bit_length() - 1,
         "num_warps": max(1, together * width // 256),
-    }, triton.cdiv(nodes, width)
+    }, cdiv(nodes, width)
 
 
 KERNELS = (_systematic, _phantoms, _duels)

@@ -28,6 +28,7 @@ from khot._kernels.triton.fast import LOG2E, double, reciprocal, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.mask import topk_mask
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 HELD = 4096  # entries of a row that one program holds, with a key of 64 bits each
 PIECE = 4  # entries of a thread in a piece
@@ -97,8 +98,8 @@ def uniform(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
     out = torch.empty((rows, n), dtype=torch.float64, device=seed.device)
     if out.numel() == 0:
         return out
-    pairs = min(triton.next_power_of_2(n // 2 + 1), CHUNK // 2)
-    parts = triton.cdiv(n // 2 + 1, pairs)  # one pair more, for an odd offset
+    pairs = min(next_power_of_2(n // 2 + 1), CHUNK // 2)
+    parts = cdiv(n // 2 + 1, pairs)  # one pair more, for an odd offset
     launch(_uniform, rows * parts, seed, out, n, offset, parts, PAIRS=pairs, num_warps=4)
     return out
 
@@ -131,8 +132,8 @@ def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
     if theta.numel() == 0:
         return torch.empty_like(theta, dtype=torch.bool, memory_format=torch.contiguous_format)
     keys = torch.empty(theta.shape, dtype=torch.float64, device=theta.device)
-    pairs = min(triton.next_power_of_2(triton.cdiv(n, 2)), CHUNK // 2)
-    parts = triton.cdiv(n, 2 * pairs)
+    pairs = min(next_power_of_2(cdiv(n, 2)), CHUNK // 2)
+    parts = cdiv(n, 2 * pairs)
     launch(
         _part_order_keys,
         theta.numel() // n * parts,
@@ -524,9 +525,9 @@ def _careful(
 
 def pieces(n: int) -> tuple[int, int, int]:
     """Of a row that one program holds, with a phantom unit: pieces, pairs of entries in each, and warps."""
-    warps = min(16, max(1, triton.next_power_of_2(n) // 256))
-    pairs = min(32 * warps * PIECE, triton.next_power_of_2(n + 1)) // 2
-    return triton.cdiv(n + 1, 2 * pairs), pairs, warps
+    warps = min(16, max(1, next_power_of_2(n) // 256))
+    pairs = min(32 * warps * PIECE, next_power_of_2(n + 1)) // 2
+    return cdiv(n + 1, 2 * pairs), pairs, warps
 
 
 def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
@@ -542,7 +543,7 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
     first = _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
     programs = min(rows, CAREFUL, max(1, CALIBRATED // n))
     numbers = torch.empty(programs * 4 * (n + 1), dtype=torch.float64, device=probs.device)
-    width = max(2, min(CALIBRATED_WIDTH, triton.next_power_of_2(n)))
+    width = max(2, min(CALIBRATED_WIDTH, next_power_of_2(n)))
     careful = variant(_careful, WIDTH=width, PAIRS=width // 2, num_warps=4)
     arguments = (
         *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64), n, least, tolerance,
@@ -574,15 +575,15 @@ def _by_formula(
         arguments = (*source, seed, out, drawn, probabilities, n, least, tolerance)
         solver(rows, *arguments)
         return solver, rows, arguments
-    parts = min(triton.cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
-    length = triton.cdiv(triton.cdiv(n + 1, parts), CHUNK) * CHUNK
-    parts = triton.cdiv(n + 1, length)
-    capacity = triton.next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
+    parts = min(cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
+    length = cdiv(cdiv(n + 1, parts), CHUNK) * CHUNK
+    parts = cdiv(n + 1, length)
+    capacity = next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
     sums = torch.empty(rows * parts * 3, dtype=torch.float64, device=out.device)
     keys = torch.empty(rows * capacity, dtype=torch.int64, device=out.device)
     columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=out.device)
     columns, below, found = columns.split([rows * capacity, rows * parts, rows])
-    which, rule = {"PARTS": triton.next_power_of_2(parts)}, (least, tolerance)
+    which, rule = {"PARTS": next_power_of_2(parts)}, (least, tolerance)
     launch(_part_moments, rows * parts, *source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
     launch(
         _part_keys, rows * parts,

@@ -63,6 +63,7 @@ from khot._kernels.triton.functions import (
     side,
 )
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import next_power_of_2
 
 __all__ = [
     "KERNELS",
@@ -387,7 +388,7 @@ KERNELS = (solve_exactly,)
 
 def chunk(n: int) -> dict[str, int]:
     """How much of a row of n entries a program holds at a time."""
-    width = min(WIDTH, max(64, triton.next_power_of_2(n)))
+    width = min(WIDTH, max(64, next_power_of_2(n)))
     return {"WIDTH": width, "num_warps": width // 64}
 
 

@@ -52,6 +52,7 @@ from khot._kernels.triton.functions import (
     place,
 )
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import BASE, HOPELESS, LEFT, STATE, STATUS, last_of_row, of_parts, solve
 
 __all__ = ["KERNELS", "soft_topk", "soft_topk_backward"]
@@ -293,7 +294,7 @@ def soft_topk(
     launch(
         _polish_parts, rows * cut.parts,
         *source, *k, *tau, hi, lo, state, counter, left, n, cut.length, cut.parts, *layout.power(F),
-        **which, PARTS=triton.next_power_of_2(cut.parts),
+        **which, PARTS=next_power_of_2(cut.parts),
     )  # fmt: skip
     if output not in ("threshold", "rounded"):
         launch(
@@ -325,7 +326,7 @@ def soft_topk_backward(
     launch(
         _pull_fine, rows * cut.parts,
         *grad, *grad_lo, *source, *t, *tau, dk, dtau, state, counter, left, n, cut.length, cut.parts,
-        *layout.power(F), **which, PARTS=triton.next_power_of_2(cut.parts),
+        *layout.power(F), **which, PARTS=next_power_of_2(cut.parts),
     )  # fmt: skip
     launch(
         _write_pull_fine, rows * cut.parts,

@@ -19,6 +19,7 @@ from khot._kernels.triton.fast import any_row, double, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.ranks import RANKED, across, compares_doubles, nan_of, sorted_rows
 from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = ["KERNELS", "budget_mask"]
 
@@ -119,12 +120,12 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
     if n <= RANKED and x.dtype != torch.float64:
         tile = ranks.tile(n)
         launch(
-            _greedy_rows, triton.cdiv(rows, tile["TOGETHER"]),
+            _greedy_rows, cdiv(rows, tile["TOGETHER"]),
             *layout.rows(x, n), *given, out, rows, n, DOUBLES=compares_doubles(x.device), **tile,
         )  # fmt: skip
         return out
     ordered, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
-    width = min(WIDTH, max(64, triton.next_power_of_2(n)))
+    width = min(WIDTH, max(64, next_power_of_2(n)))
     launch(
         _greedy, rows, ordered, order, *given, out, n, WIDTH=width, num_warps=max(1, width // 256),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "interpolate", "interpolate_backward"]
 
@@ -78,7 +79,7 @@ def interpolate(both: Tensor, weight: Tensor) -> Tensor:
     if out.numel() == 0 or given is None:
         return reference.interpolate(both, weight)
     launch(
-        _interpolate, triton.cdiv(out.numel(), BLOCK),
+        _interpolate, cdiv(out.numel(), BLOCK),
         both.contiguous(), *given, out, out.numel(), count, BLOCK=BLOCK,
     )  # fmt: skip
     return out
@@ -92,7 +93,7 @@ def interpolate_backward(both: Tensor, weight: Tensor, grad: Tensor) -> tuple[Te
     dboth = torch.empty_like(both, memory_format=torch.contiguous_format)
     dweight = both.new_empty(grad.shape if weight.dim() else 0, dtype=torch.float64)
     launch(
-        _pull_ends, triton.cdiv(grad.numel(), BLOCK),
+        _pull_ends, cdiv(grad.numel(), BLOCK),
         both.contiguous(), *given, grad.contiguous(), dboth, dweight, grad.numel(), grad.shape[-1],
         BLOCK=BLOCK,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of, levels
 from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered, reaches
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 SORTED = 256  # entries of a row that is sorted as a whole, which takes less time than to search it
 SOME = 2048  # the same where at least one entry of 16 is wanted
@@ -278,9 +279,9 @@ def _search(n: int, k: int, size: int) -> _Search:
     Few warps, since all that comes after the read costs each of them the same, whatever it holds.
     """
     near = VECTOR // size
-    room = triton.next_power_of_2(max(16, k + k // 4))
+    room = next_power_of_2(max(16, k + k // 4))
     warps = 1 if n <= 2048 else 2 if n <= 16384 else 4 if n <= 131072 else 8
-    most = triton.next_power_of_2(triton.cdiv(n, near))
+    most = next_power_of_2(cdiv(n, near))
     while warps < 16 and (THREAD * warps // near < min(4 * room, most) or room * near > THREAD * warps):
         warps *= 2
     groups = min(THREAD * warps // near, most)
@@ -314,8 +315,8 @@ def _parts(rows: int, n: int, k: int) -> tuple[int, int]:
     if n <= 2 * PARTED:
         return 1, n
     parts = max(1, min(n // max(PARTED, 16 * k), layout.PROGRAMS // 2 // rows))
-    length = triton.cdiv(triton.cdiv(n, parts), VECTOR) * VECTOR
-    return triton.cdiv(n, length), length
+    length = cdiv(cdiv(n, parts), VECTOR) * VECTOR
+    return cdiv(n, length), length
 
 
 def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor]:
@@ -332,14 +333,14 @@ def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor
         return values, indices
     source = layout.rows(x, n)
     if short:
-        width = max(2, triton.next_power_of_2(n))
-        kept = max(2, triton.next_power_of_2(k))
+        width = max(2, next_power_of_2(n))
+        kept = max(2, next_power_of_2(k))
         together, warps = max(1, layout.TOGETHER // width), max(1, min(8, width // 256))
         sorter = variant(
             _sort_short_rows,
             LARGEST=largest, TOGETHER=together, WIDTH=width, KEPT=kept, num_warps=max(4, warps),
         )  # fmt: skip
-        programs, arguments = triton.cdiv(rows, together), (*source, values, indices, rows, n, k)
+        programs, arguments = cdiv(rows, together), (*source, values, indices, rows, n, k)
         sorter(programs, *arguments)
         native.prepare("topk", source[0], sorter, programs, arguments, k, largest, sorted)
         return values, indices
@@ -372,7 +373,7 @@ def _take(
     launch(
         _take_selected, rows * parts,
         *source, level, counts, values, indices, n, length, parts, k,
-        PARTS=triton.next_power_of_2(parts), **which,
+        PARTS=next_power_of_2(parts), **which,
     )  # fmt: skip
 
 

@@ -7,13 +7,13 @@ import struct
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import fast
 from khot._kernels.triton.functions import CDFS
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 RESIDENT = 32768  # entries of a row that stay on chip
 PAIRS = 8192  # the same of entries that come in pairs, as a score and its cost
@@ -36,7 +36,7 @@ SMALL_BATCH = 1 << 18  # entries of a batch that fill a large device once
 
 def block(n: int) -> tuple[int, int, int]:
     """Of a resident row: the width it is padded to, rows in a program, warps."""
-    width = triton.next_power_of_2(n)
+    width = next_power_of_2(n)
     return width, max(1, TOGETHER // width), min(16, max(4, width // 1024))
 
 
@@ -150,9 +150,9 @@ def registers() -> dict[str, int]:
 
 def parts(rows: int, n: int) -> tuple[int, int]:
     """Into how many parts a long row is cut, and their length: enough programs to fill a device."""
-    parts = min(triton.cdiv(n, CHUNK), max(1, PROGRAMS // rows))
-    length = triton.cdiv(triton.cdiv(n, parts), CHUNK) * CHUNK
-    return triton.cdiv(n, length), length
+    parts = min(cdiv(n, CHUNK), max(1, PROGRAMS // rows))
+    length = cdiv(cdiv(n, parts), CHUNK) * CHUNK
+    return cdiv(n, length), length
 
 
 def rows(x: Tensor, n: int) -> tuple[Tensor, int]:

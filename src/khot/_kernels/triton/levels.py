@@ -43,6 +43,7 @@ from khot._kernels.triton.selection import (
     reaches,
     search,
 )
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "LEVEL", "MASK", "MOST", "PLACE", "STATE", "level_of", "levels"]
 
@@ -349,7 +350,7 @@ def level_of(x: Tensor, source: tuple[Tensor, int], k: int, rows: int, n: int, l
     state = torch.empty((rows, STATE.value), dtype=torch.int32, device=x.device)
     tile = layout.tile(rows, n)
     launch(
-        _resident_level, triton.cdiv(rows, tile.together),
+        _resident_level, cdiv(rows, tile.together),
         *source, state, rows, n, k, LARGEST=largest, **layout.held(tile, n),
     )  # fmt: skip
     return state
@@ -381,7 +382,7 @@ def levels(
     }  # fmt: skip
     gather: dict[str, Any] = {"LARGEST": largest, "LANES": LANES, "num_warps": max(1, LANES // 32)}
     launch(_bracket, queries, *source, *k, state, None, None, n, count, room, LISTED=False, **bracket)
-    parts = triton.cdiv(n, HELD * LANES)
+    parts = cdiv(n, HELD * LANES)
     launch(
         _gather, queries * parts, *source, state, None, None, found, n, count, parts, 0, room,
         PIECES=HELD // near, NEAR=near, LISTED=False, **gather,
@@ -393,7 +394,7 @@ def levels(
         fewer = torch.empty(queries * 2 * narrow_room, dtype=torch.int32, device=x.device)
         launch(_bracket, queries, *source, *k, narrow, state, found, n, count, room, LISTED=True, **bracket)
         near = VECTOR // 4  # keys and places have four bytes
-        parts = triton.cdiv(room, HELD * LANES)
+        parts = cdiv(room, HELD * LANES)
         launch(
             _gather, queries * parts,
             *source, narrow, state, found, fewer, n, count, parts, room, narrow_room,

@@ -29,6 +29,7 @@ from khot._kernels.triton.short_projection import (
     steepest,
     within,
 )
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "project"]
 
@@ -291,7 +292,7 @@ def project(z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         _project_long_rows, rows,
         *(each for t in (scores, order, weights, w_order) for each in layout.rows(t.expand(z.shape), n)),
         *layout.values(tau, z.shape[:-1], z.device), y, index, w_index, start, after, left, sums,
-        n, triton.cdiv(n, CHUNK), (n - 1).bit_length(), CHUNK=CHUNK, num_warps=WARPS, **layout.registers(),
+        n, cdiv(n, CHUNK), (n - 1).bit_length(), CHUNK=CHUNK, num_warps=WARPS, **layout.registers(),
     )  # fmt: skip
     return y, index, w_index, start
 

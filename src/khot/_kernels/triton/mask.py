@@ -32,6 +32,7 @@ from khot._kernels.triton.selection import (
     reached,
     reaches,
 )
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "topk_mask"]
 
@@ -92,14 +93,14 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
     source, given = layout.rows(x, n), layout.values(k, batch, x.device)
     if long:
         state = of_long_rows(x, given, rows, n, MASK)
-        parts = triton.cdiv(n, layout.CHUNK)
+        parts = cdiv(n, layout.CHUNK)
         launch(
             _write_mask, rows * parts, *source, state, out, n, parts,
             CHUNK=layout.CHUNK, num_warps=max(1, layout.CHUNK // 512),
         )  # fmt: skip
         return out
     tile = layout.tile(rows, n)
-    programs, arguments = triton.cdiv(rows, tile.together), (*source, *given, out, rows, n)
+    programs, arguments = cdiv(rows, tile.together), (*source, *given, out, rows, n)
     mask = variant(_resident_mask, COMPUTE=layout.compute(x.dtype), **layout.held(tile, n))
     mask(programs, *arguments)
     native.prepare("topk_mask", source[0], mask, programs, arguments)

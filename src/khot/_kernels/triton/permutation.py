@@ -33,6 +33,7 @@ from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.polish import polish
 from khot._kernels.triton.ranks import lack
 from khot._kernels.triton.resident import EVALUATIONS, numbers
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 from khot._kernels.triton.terms import PHI, density, normal_tail, unit, value
 from khot._kernels.triton.threshold import find
 
@@ -329,19 +330,19 @@ def _fits(x: Tensor) -> bool:
 def _forward(n: int, F: cdfs.CDF) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs for a row, and the exponent of z."""
     counts = [LEVELS << i for i in range(5) if i == 0 or _padded(n) * LEVELS << i <= HELD]
-    levels = min(counts, key=lambda levels: (triton.cdiv(n, levels - 1) * levels, levels))
+    levels = min(counts, key=lambda levels: (cdiv(n, levels - 1) * levels, levels))
     tile = _tile(n, levels)
     kernel = variant(
         _permute,
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), CHUNK=layout.RESCUE * tile["num_warps"], **tile,
         **registers(F),
     )  # fmt: skip
-    return kernel, triton.cdiv(n, levels - 1), layout.power(F)
+    return kernel, cdiv(n, levels - 1), layout.power(F)
 
 
 @functools.lru_cache(maxsize=1024)
 def _backward(n: int, F: cdfs.CDF, want_tau: bool) -> tuple[Variant, tuple[float, float]]:
-    levels = max(LEVELS, min(HELD // _padded(n), triton.next_power_of_2(n)))
+    levels = max(LEVELS, min(HELD // _padded(n), next_power_of_2(n)))
     kernel = variant(
         _pull_permutations,
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), ASKED=want_tau, **_tile(n, levels),
@@ -356,7 +357,7 @@ def registers(F: cdfs.CDF) -> dict[str, int]:
 
 
 def _padded(n: int) -> int:
-    return max(NARROW, triton.next_power_of_2(n))
+    return max(NARROW, next_power_of_2(n))
 
 
 def _tile(n: int, levels: int) -> dict[str, Any]:
@@ -367,6 +368,6 @@ def _tile(n: int, levels: int) -> dict[str, Any]:
     """
     warps = max(1, levels * _padded(n) // SHARE)
     width = (128 if n % 16 == 0 else 32) * warps // levels
-    pieces = max(2, triton.cdiv(n, width))  # Triton 3.6 has trouble with tuples of one member
+    pieces = max(2, cdiv(n, width))  # Triton 3.6 has trouble with tuples of one member
     exact = n == pieces * width
     return {"LEVELS": levels, "PIECES": pieces, "WIDTH": width, "EXACT": exact, "num_warps": warps}

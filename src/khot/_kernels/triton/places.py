@@ -26,6 +26,7 @@ from khot._kernels.triton.selection import (
     number,
     ranked,
 )
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = ["KERNELS", "order_statistics", "order_statistics_backward"]
 
@@ -142,7 +143,7 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
         return of_long_rows(x, places, rows, n, PLACE, count).view(*batch, count)
     tile = layout.tile(rows, n)
     launch(
-        _resident_places, triton.cdiv(rows, tile.together),
+        _resident_places, cdiv(rows, tile.together),
         *layout.rows(x, n), *places, out, rows, n, count,
         COMPUTE=layout.compute(x.dtype), **layout.held(tile, n),
     )  # fmt: skip
@@ -160,14 +161,14 @@ def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor
     if n <= longest():
         width, together, warps = layout.block(n)
         launch(
-            _pull_places, triton.cdiv(rows, together),
+            _pull_places, cdiv(rows, together),
             *source, values, grad, dx, rows, n, count,
             COMPUTE=compute, TOGETHER=together, WIDTH=width, num_warps=warps,
         )  # fmt: skip
         return dx
     parts, length = layout.parts(rows, n)
     first = torch.empty((rows, count, parts), dtype=torch.int32, device=x.device)
-    wide = triton.next_power_of_2(count)
+    wide = next_power_of_2(count)
     which: dict[str, Any] = {
         "COMPUTE": compute,
         "COUNT": wide,
@@ -177,7 +178,7 @@ def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor
     launch(_find_places, rows * parts, *source, values, first, n, count, length, parts, **which)
     launch(
         _write_places, rows * parts, values, grad, first, dx, n, count, length, parts,
-        PARTS=triton.next_power_of_2(parts), **which,
+        PARTS=next_power_of_2(parts), **which,
     )  # fmt: skip
     return dx
 

@@ -18,6 +18,7 @@ from khot._kernels.triton.fast import double, joined
 from khot._kernels.triton.guard import stalls
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import FAR_WEIGHT, add2, bounded, greater, score
+from khot._kernels.triton.sizes import next_power_of_2
 
 LONGEST = 4096  # a longer row would keep one multiprocessor for too long: the reference serves beyond
 EVALUATIONS = 128  # at most, of the sums of a row; Newton's steps take about ten
@@ -201,7 +202,7 @@ def power_blocks(z: Tensor, w: Tensor, tau: Tensor, p: float) -> tuple[Tensor, T
     weights, w_order = torch.sort(w.contiguous(), dim=-1, descending=True, stable=True)
     index, w_index, start, mark = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(4))
     v, scratch = (z.new_empty(shape, dtype=torch.float64) for shape in (z.shape, (6, rows, n)))
-    width = min(WIDTH, max(32, triton.next_power_of_2(n)))
+    width = min(WIDTH, max(32, next_power_of_2(n)))
     launch(
         _power_levels, rows,
         scores, order, *layout.rows(weights.expand(z.shape), n), *layout.rows(w_order.expand(z.shape), n),

@@ -22,6 +22,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 WIDTH = 512  # places that a program holds at a time: two of a thread
 FAR = tl.constexpr(reference.farthest(torch.float64))
@@ -388,14 +389,14 @@ KERNELS = (_project, _pull)
 
 
 def _width(n: int) -> dict[str, int]:
-    width = min(WIDTH, max(64, triton.next_power_of_2(n)))
+    width = min(WIDTH, max(64, next_power_of_2(n)))
     return {"WIDTH": width, "num_warps": width // 64}
 
 
 def _parts(rows: int, n: int) -> tuple[int, int]:
     """Into how many parts a row is cut, and their length, a power of two."""
-    length = triton.next_power_of_2(layout.parts(rows, n)[1])
-    parts = triton.cdiv(n, length)
+    length = next_power_of_2(layout.parts(rows, n)[1])
+    parts = cdiv(n, length)
     return parts, length if parts > 1 else n
 
 
@@ -455,7 +456,7 @@ def permutahedron_backward(
         start.contiguous(), totals, heads, dz, dw, dtau, rows, n, parts, length,
     )  # fmt: skip
     which = {
-        "KL": kl, "WANT_W": want_w, "PARTS": triton.next_power_of_2(parts), **_width(n),
+        "KL": kl, "WANT_W": want_w, "PARTS": next_power_of_2(parts), **_width(n),
     }  # fmt: skip
     if parts == 1:
         launch(_pull, rows, *given, SUM=True, WRITE=True, **which)

@@ -30,6 +30,7 @@ from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import ordered
+from khot._kernels.triton.sizes import next_power_of_2
 
 __all__ = [
     "CHOICES",
@@ -480,7 +481,7 @@ def serves(x: Tensor, long: bool) -> bool:
 def tile(n: int) -> dict[str, Any]:
     """Rows in a program and warps. An H100 takes the least time for a row of 512 in one warp, whose threads
     exchange entries without shared memory, and for longer ones in 8."""
-    width = max(NARROW, triton.next_power_of_2(n))
+    width = max(NARROW, next_power_of_2(n))
     together, warps = max(1, TOGETHER // width), 4
     if width > 128:
         together, warps = 1, {256: 2, 512: 1}.get(width, 8)

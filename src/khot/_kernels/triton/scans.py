@@ -12,6 +12,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 FAR = tl.constexpr(reference.FAR)
 
@@ -162,7 +163,7 @@ def _decay_scan(w: Tensor, g: Tensor, reverse: bool, ones: bool) -> Tensor:
     if n <= layout.CHUNK:
         width, together, warps = layout.block(n)
         launch(
-            _part_scan, triton.cdiv(rows, together),
+            _part_scan, cdiv(rows, together),
             *given, out, out, rows, n, n, 1,
             REVERSE=reverse, ONES=ones, TOGETHER=together, WIDTH=width, PARTS=1, num_warps=warps,
         )  # fmt: skip
@@ -175,7 +176,7 @@ def _decay_scan(w: Tensor, g: Tensor, reverse: bool, ones: bool) -> Tensor:
     launch(
         _part_scan, rows * parts,
         *given, maps, out, rows, n, length, parts,
-        **which, TOGETHER=1, PARTS=triton.next_power_of_2(parts),
+        **which, TOGETHER=1, PARTS=next_power_of_2(parts),
     )  # fmt: skip
     return out
 
@@ -190,8 +191,8 @@ def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
     tau_row = layout.numbers(tau, x.shape[:-1], x.device)
     width, together, warps = layout.block(min(n, layout.CHUNK))
-    parts = triton.cdiv(n, width)
-    programs = triton.cdiv(rows, together) * parts
+    parts = cdiv(n, width)
+    programs = cdiv(rows, together) * parts
     which = {"TOGETHER": together, "WIDTH": width, "num_warps": warps}
     gap = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     launch(_sorted_gaps, programs, y, *tau_row, gap, rows, n, parts, **which)

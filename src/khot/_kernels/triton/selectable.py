@@ -11,6 +11,7 @@ from khot._kernels.reference import selectable as reference
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.fast import joined
 from khot._kernels.triton.launch import variant
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "selectable"]
 
@@ -42,7 +43,7 @@ def selectable(x: Tensor, most: float) -> Tensor:
     source = layout.rows(x, n)
     arguments = (*source, out, rows, n, *layout.halves(most))
     counter = variant(_selectable, TOGETHER=together, WIDTH=width, num_warps=warps)
-    programs = triton.cdiv(rows, together)
+    programs = cdiv(rows, together)
     counter(programs, *arguments)
     native.prepare("selectable", source[0], counter, programs, arguments)
     return out

@@ -31,6 +31,7 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import add2, bounded, greater
 from khot._kernels.triton.ranks import across, compares_doubles, nan_of, sorted_rows
 from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.sizes import next_power_of_2
 
 __all__ = [
     "ENDLESS",
@@ -323,7 +324,7 @@ KERNELS = (_project_rows, _pull_rows)
 
 def tile(n: int) -> dict[str, Any]:
     """Rows in a program and warps."""
-    width = max(ranks.NARROW, triton.next_power_of_2(n))
+    width = max(ranks.NARROW, next_power_of_2(n))
     together = max(1, TOGETHER // width)
     warps = max(1, together * width // (32 * HELD))
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}

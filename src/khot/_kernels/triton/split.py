@@ -36,6 +36,7 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled import pooled_terms, size, temperature
 from khot._kernels.triton.pooled_rows import find_gamma
 from khot._kernels.triton.resident import row_values, write_backwards
+from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
 from khot._kernels.triton.threshold import find, iterate, less, long_step, moment_terms, over, taylor_step
 
@@ -614,7 +615,7 @@ def solve(
     which |= more or {}
     power = layout.power(F)
     part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
-    programs, padded = rows * cut.parts, triton.next_power_of_2(cut.parts)
+    programs, padded = rows * cut.parts, next_power_of_2(cut.parts)
     pieces, width, warps = layout.sample()
     launch(
         _sample_rows, rows,

@@ -27,6 +27,7 @@ from khot._kernels.triton.resident_backward import (
     pull_sums,
     write_pull,
 )
+from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import last_of_row, total_of_parts
 from khot._kernels.triton.terms import unit
 
@@ -175,7 +176,7 @@ def soft_topk_backward(
     launch(
         _pull_parts, programs,
         *grad, *grad_lo, *given, dk, dtau, state, counter, left, n, cut.length, cut.parts, *layout.power(F),
-        **which, ASKED=asked(grad_lo), PARTS=triton.next_power_of_2(cut.parts),
+        **which, ASKED=asked(grad_lo), PARTS=next_power_of_2(cut.parts),
     )  # fmt: skip
     launch(
         _gradient_parts, programs,

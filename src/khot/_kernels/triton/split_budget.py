@@ -43,6 +43,7 @@ from khot._kernels.triton.resident_budget import (
     spends_at_zero,
     write_shares,
 )
+from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import CAREFUL, DONE, HOPELESS, OPEN, last_of_row, of_parts, total_of_parts
 from khot._kernels.triton.terms import holds, unit
 from khot._kernels.triton.threshold import FLUSH, advance, iterate, over
@@ -374,7 +375,7 @@ def soft_budget(
     which = {"CDF": layout.cdf_id(F.name), "BY": BY[by]}
     whole, limit = {"WHOLE": layout.whole(F)}, {"AT_MOST": at_most}
     part = {"WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
-    sums = {"PIECES": PIECES, "PARTS": triton.next_power_of_2(cut.parts), **part}
+    sums = {"PIECES": PIECES, "PARTS": next_power_of_2(cut.parts), **part}
     launch(
         _weigh_budget_parts, programs,
         *given, state, counter, left, *size, grain, power[0], **which, **limit, **sums,

@@ -26,6 +26,7 @@ from khot._kernels.triton.resident_budget_backward import (
     settle_pull,
     write_pull,
 )
+from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import last_of_row, total_of_parts
 from khot._kernels.triton.split_budget import PIECES, part_of
 
@@ -138,7 +139,7 @@ def soft_budget_backward(
     launch(
         _pull_budget_parts, rows * cut.parts,
         *grad, *grad_lo, *source, *cost, *t, *tau, *results, done, counter, left, *size, *power,
-        AT_MOST=at_most, ASKED=asked(grad_lo), PARTS=triton.next_power_of_2(cut.parts),
+        AT_MOST=at_most, ASKED=asked(grad_lo), PARTS=next_power_of_2(cut.parts),
         CHUNK=layout.RESCUE * cut.warps, **which,
     )  # fmt: skip
     launch(

@@ -34,6 +34,7 @@ from khot._kernels.triton.losses import (
     share_of,
     target_sums,
 )
+from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import DONE, STATE, STATUS, last_of_row, total_of_parts
 from khot._kernels.triton.terms import unit
 
@@ -163,7 +164,7 @@ def fenchel_young(
     launch(
         _loss_parts, rows * cut.parts,
         *x, *target, *k, *tau, *results, state, counter, left, n, cut.length, cut.parts, *layout.power(F),
-        PARTS=triton.next_power_of_2(cut.parts), **held, **_formulas(F, cut),
+        PARTS=next_power_of_2(cut.parts), **held, **_formulas(F, cut),
     )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def fenchel_young_backward(
         *x, *target, *grad, *solved, *tau, dx, left, n, cut.length, cut.parts, *layout.power(F),
         PIECES=cut.pieces, WIDTH=cut.width, num_warps=cut.warps, **_formulas(F, cut), **layout.registers(),
     )  # fmt: skip
-    launch(_join_pulls, rows, left, dtau, cut.parts, PARTS=triton.next_power_of_2(cut.parts), num_warps=4)
+    launch(_join_pulls, rows, left, dtau, cut.parts, PARTS=next_power_of_2(cut.parts), num_warps=4)
 
 
 def _formulas(F: cdfs.CDF, cut: layout.Cut) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from khot._kernels.triton.pooled_rows import (
     write_pooled,
     write_pull,
 )
+from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import DONE, STATE, STATUS, last_of_row, total_of_parts
 
 __all__ = ["KERNELS", "soft_topk_magnitude", "soft_topk_magnitude_backward"]
@@ -214,7 +215,7 @@ def soft_topk_magnitude_backward(
     launch(
         _pull_size_parts, rows * cut.parts,
         *source, *y, *grad, *grad_lo, *k, *t, *tau, dtau, state, counter, left, n, cut.length, cut.parts,
-        PARTS=triton.next_power_of_2(cut.parts), **which,
+        PARTS=next_power_of_2(cut.parts), **which,
     )  # fmt: skip
     launch(
         _size_gradient_parts, rows * cut.parts,
