@@ -139,7 +139,9 @@ def forward_mode_is_on() -> bool:
 
 def within_backward() -> bool:
     """Whether a backward pass is running, outside a trace."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    if torch.compiler.is_dynamo_compiling() or torch._C._current_graph_task_id() == -1:
+        return False
+    return not torch.compiler.is_compiling()
 
 
 _hooks_on_top: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)

@@ -168,7 +168,8 @@ class KHotGate(LeftSoft):
             if logits is not None:
                 plain = eager.gated(logits, k, input, LEAST)
                 if plain is not None:
-                    self._note_step(logits, True)
+                    if logits.requires_grad and torch.is_grad_enabled():
+                        self._note()
                     return plain
         logits = self.logits
         check_width(input, self.n, self)
@@ -179,9 +180,8 @@ class KHotGate(LeftSoft):
         sample = sampling.sample(of_each, self.design or "pareto")
         return input * in_dtype(sample + (probs - probs.detach()), input.dtype)
 
-    def _note_step(self, logits: Tensor, has_data: bool = False) -> None:
-        trained = torch.is_grad_enabled() and logits.requires_grad
-        if trained and (has_data or arguments.has_data(logits)):
+    def _note_step(self, logits: Tensor) -> None:
+        if torch.is_grad_enabled() and logits.requires_grad and arguments.has_data(logits):
             self._note()
 
     def _outside(self) -> float:
