@@ -5,7 +5,10 @@ that does nothing, so that everything before a launch runs as it would for an NV
 9.0, on tensors that lie on the CPU. Figures are CPU time of one thread, and hold what torch takes for empty
 tensors on the CPU instead of its allocator on a device. Calls are of (512, 64), and those with a mask, of
 columns, of samples and of the gate, in some of which torch's own operations compute, of (4, 64), as
-softmax's. With --calls it prints the times of calls alone.
+softmax's. Other layers, of the same (4, 64), are mostly operations of torch, so they stand beside the same
+layers with torch.softmax or torch.topk in the place of khot's operator: routers with 8 experts, of which a
+token gets 2, and a sparse autoencoder with 256 latents, of which an input gets 8. With --calls it prints the
+times of calls alone.
 
 The builds are those of the soft top-k in float32, with every CDF, and its gradient: how many different
 kernels Triton compiles while the number of rows and the length of a row change, and how long two processes
@@ -69,9 +72,26 @@ BINDS = (
 SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
 
 
+#: The kernel of `topk` for short rows, whose places other operations of a layer read.
+FINDS_PLACES = "_sort_short_rows"
+
+#: A launch function that does nothing, but for the places, which become 0.
+NOTHING = """
+#include <string.h>
+int nothing(void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
+            unsigned block_z, unsigned shared, void* stream, void** parameters, void** extra) {
+  if (function == (void*)2) {
+    int rows = *(int*)parameters[4], k = *(int*)parameters[6];
+    memset(*(void**)parameters[3], 0, 8ull * rows * k);
+  }
+  return 0;
+}
+"""
+
+
 class _Utilities:
-    def load_binary(self, *_: Any) -> tuple[int, ...]:
-        return 1, 1, 64, 0, 1024
+    def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
+        return 1, 1 + (name == FINDS_PLACES), 64, 0, 1024
 
     def get_device_properties(self, _: int) -> dict[str, int]:
         return {
@@ -87,7 +107,12 @@ class _Utilities:
 class _Launcher:
     def __init__(self, *_: Any) -> None: ...
 
-    def __call__(self, *_: Any) -> None: ...
+    def __call__(self, *given: Any) -> None:
+        import torch
+
+        for each in given:
+            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:
+                each.zero_()  # places, as `NOTHING` has it
 
 
 class _Driver:
@@ -124,7 +149,7 @@ def _start_nothing() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/nothing.so"
         command = ["cc", "-shared", "-fPIC", "-xc", "-", "-o", library]
-        subprocess.run(command, input=b"int nothing(void) { return 0; }", check=True)
+        subprocess.run(command, input=NOTHING.encode(), check=True)
         address = ctypes.cast(ctypes.CDLL(library).nothing, ctypes.c_void_p).value
     assert address is not None
     native.use(address, max(native.SCRATCH.values()), "cpu")
@@ -197,7 +222,69 @@ def calls_with_more() -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, float]]:
+def layers() -> dict[str, tuple[Any, Any]]:
+    """Layers of inputs (4, 64), most of whose operations are torch's, and the same layers with torch.softmax
+    or torch.topk in the place of khot's operator."""
+    import torch
+
+    from khot import nn
+
+    def soft(base: Any) -> Any:
+        class Soft(base):
+            def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+                selection = scores.softmax(-2 if base is nn.ExpertChoiceRouter else -1)
+                return selection, selection * scores.exp()
+
+        return Soft
+
+    class Router(nn.TopKRouter):
+        def _choose(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+            return torch.topk(scores.detach(), self.k).indices
+
+    class SAE(nn.TopKSAE):
+        def _best(self, input: Tensor, count: int, idle: Any = None) -> tuple[Tensor, Tensor]:
+            x, weight, bias = self._map(input)
+            values, indices = torch.nn.functional.linear(x, weight, bias).topk(count)
+            return self._values(values), indices
+
+    choosing = {"nn.TokenChoiceRouter": nn.TokenChoiceRouter, "nn.BalancedRouter": nn.BalancedRouter}
+    balancer = nn.QuantileBalancer(8, 2).eval()
+    return {
+        **{name: (layer(64, 8, 2), soft(layer)(64, 8, 2)) for name, layer in choosing.items()},
+        "nn.ExpertChoiceRouter": (nn.ExpertChoiceRouter(64, 8), soft(nn.ExpertChoiceRouter)(64, 8)),
+        "nn.TopKRouter": (nn.TopKRouter(64, 8, 2), Router(64, 8, 2)),
+        "nn.TopKRouter with biases": (nn.TopKRouter(64, 8, 2, balancer=balancer), Router(64, 8, 2)),
+        "nn.TopKSAE": (nn.TopKSAE(64, 256, 8), SAE(64, 256, 8)),
+    }
+
+
+def of_layers() -> dict[str, tuple[float, ...]]:
+    """As :func:`microseconds`, of :func:`layers`, of the same with torch's operation, and of nn.Softmax."""
+    import torch
+
+    _start_nothing()
+    x, softmax = torch.ones(4, 64), torch.nn.Softmax(-1)
+    leaf = x.clone().requires_grad_()
+
+    def both(layer: Any) -> Callable[[], Any]:
+        wanted = list(layer.parameters()) or [leaf]
+
+        def run() -> Any:
+            found = layer(leaf)
+            first = found if isinstance(found, torch.Tensor) else found[0]
+            return torch.autograd.grad(first.sum(), wanted, allow_unused=True)
+
+        return run
+
+    calls: dict[str, tuple[Callable[[], Any], ...]] = {}
+    for name, pair in layers().items():
+        beside = *pair, softmax
+        calls[name] = tuple(partial(layer, x) for layer in beside)
+        calls[f"{name} and its gradient"] = tuple(map(both, beside))
+    return _least(calls, 25, 50)
+
+
+def microseconds() -> dict[str, tuple[float, ...]]:
     """Of a call, and of torch.softmax's in its place, the least, which a busy machine disturbs least; they
     take turns: (512, 64) float32, k and τ numbers, beside (4, 64) on the CPU, where little is computing; and
     :func:`calls_with_more`, whose operations of torch compute, of (4, 64) as well."""
@@ -231,7 +318,7 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
 
         return run
 
-    calls = {}
+    calls: dict[str, tuple[Callable[[], Any], ...]] = {}
     for name, call in plain_calls(x).items():
         soft = in_its_place(call)
         calls[name] = partial(call, x), partial(soft, few)
@@ -254,17 +341,24 @@ def microseconds(repeats: int = 25, count: int = 200) -> dict[str, tuple[float, 
         "soft_topk, the ordinary way": (ordinary(forward[0]), forward[1]),
         "soft_topk and its gradient, the ordinary way": (ordinary(with_gradient[0]), with_gradient[1]),
     }
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    return _least(calls, 25, 200)
+
+
+def _least(
+    calls: dict[str, tuple[Callable[[], Any], ...]], repeats: int, count: int
+) -> dict[str, tuple[float, ...]]:
+    """The least µs of so many calls of each function; those of a name take turns."""
+    times: dict[str, list[list[float]]] = {name: [[] for _ in beside] for name, beside in calls.items()}
     for repeat in range(repeats + 1):
-        for name, pair in calls.items():
-            for function, found in zip(pair, times[name], strict=True):
+        for name, beside in calls.items():
+            for function, found in zip(beside, times[name], strict=True):
                 function()
                 start = time.process_time()
                 for _ in range(count if repeat else 3):
                     function()
                 if repeat:
                     found.append(1e6 * (time.process_time() - start) / count)
-    return {name: (min(ours), min(softmax)) for name, (ours, softmax) in times.items()}
+    return {name: tuple(map(min, each)) for name, each in times.items()}
 
 
 def builds(shapes: list[tuple[int, int]]) -> int:
@@ -374,9 +468,12 @@ def main() -> None:
         rows = builds([(rows, 64) for rows in ROWS])
         lengths = builds([(128, n) for n in LENGTHS])
         times = microseconds() if "--builds" not in sys.argv else {}
+        layers = of_layers() if "--builds" not in sys.argv else {}
         if "--calls" in sys.argv:
-            for name, (ours, soft) in times.items():
-                print(f"{name}: {ours:.1f} {soft:.1f} {ours / soft:.2f}")
+            for name, (ours, *others) in (times | layers).items():
+                print(
+                    f"{name}:", *(f"{x:.1f}" for x in (ours, *others)), *(f"{ours / x:.2f}" for x in others)
+                )
             return
     wall, used = seconds(compile_all, [(cdf, shape) for shape in SHAPES for cdf in CDFS])
     all_calls = [(number,) for number in range(len(every_operator()))]
@@ -391,6 +488,13 @@ def main() -> None:
             [
                 [name, f"{ours:.1f}", f"{soft:.1f}", f"{ours / soft:.2f}"]
                 for name, (ours, soft) in times.items()
+            ],
+        ),
+        report.table(
+            ["layer", "µs", "with torch's operation", "ratio", "nn.Softmax", "ratio"],
+            [
+                [name, f"{ours:.1f}", *(cell for x in others for cell in (f"{x:.1f}", f"{ours / x:.2f}"))]
+                for name, (ours, *others) in layers.items()
             ],
         ),
         BINDS,
