@@ -8,6 +8,7 @@ function of ours take the entries in another order.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,12 +17,18 @@ import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+FLOATS = {"fp32": core.float32, "fp64": core.float64}
+NUMBERS = FLOATS | {"int32": core.int32, "int64": core.int64}
+EQUAL = {*NUMBERS, "int1", "uint32", "uint64"}  # not half precision, which a division widens
+OFFSETS = {"int32", "int64"}
+
 
 def quicken() -> None:
     """For all kernels that this process interprets."""
     replace_names_once()
     describe_types_once()
     compare_shapes_by_identity()
+    pass_equal_types()
     interpreter.ReduceOps.generic_reduce = reduce
     interpreter.ScanOps.generic_scan = scan
 
@@ -97,6 +104,62 @@ def compare_shapes_by_identity() -> None:
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
     semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+
+def pass_equal_types() -> None:
+    """Operands of the same dtype, and numbers beside a tensor whose dtype they take, need no promotion. NumPy
+    broadcasts them within the operation, so that they only need the type of the result."""
+    check, tensor = semantic.TritonSemantic.binary_op_type_checking_impl, core.tensor
+    types: dict[Any, Any] = {}
+
+    @functools.lru_cache(4096, typed=True)  # 1 and 1.0 differ
+    def constant(value: float, sign: float, dtype: str) -> Any:  # so do 0.0 and −0.0
+        return interpreter.interpreter_semantic.scalar_constant(value, NUMBERS[dtype]).handle
+
+    def number(value: Any, beside: Any) -> Any:
+        """The number as such a tensor, or None where this is not known to be its dtype."""
+        name, kind = beside.dtype.name, type(value)
+        if (kind is float and name in FLOATS) or (
+            kind is int and name in NUMBERS and -(2**31) <= value < 2**31
+        ):
+            return tensor(constant(value, math.copysign(1.0, value), name), beside.type)
+        return None
+
+    def result_type(first: Any, second: Any) -> Any:
+        """Of the dtype of the first, and of the shape that both have together."""
+        key = first.name, second.name
+        found = types.get(key)
+        if found is None:
+            shapes = [tuple(t.shape) if t.is_block() else () for t in (first, second)]
+            shape = list(np.broadcast_shapes(*shapes))
+            found = types[key] = core.block_type(first.scalar, shape) if shape else first
+        return found
+
+    def quick(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        if arithmetic_check:
+            if type(lhs) is tensor and type(rhs) is not tensor:
+                as_tensor = number(rhs, lhs)
+                if as_tensor is not None:
+                    return lhs, as_tensor
+            elif type(rhs) is tensor and type(lhs) is not tensor:
+                as_tensor = number(lhs, rhs)
+                if as_tensor is not None:
+                    return as_tensor, rhs
+            elif type(lhs) is tensor and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in EQUAL:
+                if lhs.shape is rhs.shape:
+                    return lhs, rhs
+                common = result_type(lhs.type, rhs.type)
+                return tensor(lhs.handle, common), tensor(rhs.handle, common)
+            elif type(lhs) is tensor and allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.name in OFFSETS:
+                return tensor(lhs.handle, result_type(lhs.type, rhs.type)), rhs
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = quick
+    # whether integers overflow, which the interpreter computes and then does not assert
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
 
 def reduce(self: Any, given: Any) -> list[Any]:
