@@ -38,8 +38,15 @@ class FakeClock:
         self.now += seconds
 
 
-def test_medians_take_turns_within_their_seconds() -> None:
-    clock, order = FakeClock(), []
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """For calls that need no memory, so that none has to be kept."""
+    monkeypatch.setattr(timing, "_keep_freed_memory", lambda keep: None)
+    return FakeClock()
+
+
+def test_medians_take_turns_within_their_seconds(clock: FakeClock) -> None:
+    order: list[str] = []
 
     def call(name: str, seconds: float) -> None:
         order.append(name)
@@ -57,14 +64,13 @@ def test_medians_take_turns_within_their_seconds() -> None:
     assert order[9:] == ["quick"]
 
 
-def test_medians_outlive_a_run_of_a_hundred_times() -> None:
+def test_medians_outlive_a_run_of_a_hundred_times(clock: FakeClock) -> None:
     """A run that uses up all the time at once is not the only one that counts."""
-    clock, waits = FakeClock(), iter([1, 100, 1, 1])
+    waits = iter([1, 100, 1, 1])
     assert timing.medians({"a": lambda: clock.wait(next(waits))}, seconds=2, clock=clock) == {"a": 1}
 
 
-def test_medians_ignore_the_odd_slow_call() -> None:
-    clock = FakeClock()
+def test_medians_ignore_the_odd_slow_call(clock: FakeClock) -> None:
     waits = iter([5, 1, 1, 9, 1, 1])
     assert timing.medians({"a": lambda: clock.wait(next(waits))}, seconds=99, rounds=5, clock=clock) == {
         "a": 1

@@ -47,6 +47,8 @@ def _keep_freed_memory(keep: bool) -> None:
     libc.mallopt(M_MMAP_MAX, 0 if keep else 1 << 16)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << (25 if keep else 16))  # 2^25 is the largest that glibc takes
     libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1 if keep else 1 << 17)
+    if keep:  # 1 GB to carve from: a freed block into which a small one has settled fits no more
+        torch.ones(1 << 28)
 
 
 def medians(
@@ -72,7 +74,6 @@ def medians(
         return clock() - start
 
     _keep_freed_memory(True)
-    torch.ones(1 << 28)  # 1 GB to carve from: a freed block into which a small one has settled fits no more
     times = {name: [t for t in [spent(call)] if t >= 10 * seconds] for name, call in calls.items()}
     slow = {name for name, found in times.items() if found}
     order, shuffle = list(calls.items()), random.Random(0).shuffle
