@@ -55,11 +55,11 @@ def renew() -> None:
 
 @functools.cache
 def _pool() -> tuple[list[Connection], Callable[[], None]]:
-    # a server imports torch and khot once, and is forked before they start a thread
+    # a server imports torch, its tracer and khot once, and is forked before they start a thread
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     start = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
-        start.set_forkserver_preload(["khot", "torch.distributed", "shards"])
+        start.set_forkserver_preload(["khot", "torch._dynamo", "torch.distributed.tensor", "shards"])
     folder = tempfile.TemporaryDirectory()
     ends, processes = [], []
     for rank in range(MOST):

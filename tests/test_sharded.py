@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any
@@ -225,8 +226,15 @@ def adversarial_rows(n: int) -> tuple[Tensor, Tensor]:
     return torch.stack([x for x, _ in rows]), torch.tensor([k for _, k in rows], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("n", [60, 3000])
-@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
+@pytest.mark.parametrize(
+    ("cdf", "n"),
+    [
+        *((cdf, 60) for cdf in ("logistic", "laplace", "normal", "uniform", POWER)),
+        ("logistic", 3000),  # of full and of compact support; test_counting.py has all of them at 1,000
+        (POWER, 3000),
+    ],
+    ids=str,
+)
 def test_at_most_ten_passes(cdf: Any, n: int) -> None:
     """As for whole rows (``test_counting.py``), of which shards take smaller samples."""
     x, k = adversarial_rows(n)
@@ -370,16 +378,16 @@ def test_a_balancer_takes_dtensors(place: str) -> None:
         assert torch.equal(experts, want) and torch.equal(bias, alone.bias)
 
 
-@pytest.mark.parametrize("name", ["soft_topk", "soft_topk_magnitude"])
 @pytest.mark.parametrize(
     ("shape", "places"),
     [((2, 2), "01"), *(pytest.param(*case, marks=pytest.mark.slow) for case in PLACES)],
     ids=str,
 )
-def test_dtensors_compiled(name: str, shape: tuple[int, ...], places: str) -> None:
+def test_dtensors_compiled(shape: tuple[int, ...], places: str) -> None:
     args = [scores(3, N), torch.tensor([2.0, 7, 20]).double(), torch.tensor([0.5, 1.0, 1.7]).double()]
     processes.renew()
-    check_dtensors(name, {}, args, shape, places, True)
+    for name in ("soft_topk", "soft_topk_magnitude"):
+        check_dtensors(name, {}, args, shape, places, True)
 
 
 def check_dtensors(
@@ -442,9 +450,14 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["tensor parallel", "FSDP", "FSDP of the whole", "FSDP, replicated"], ids=str
+    ("kind", "how"),
+    [
+        *itertools.product(("tensor parallel", "FSDP"), ("", "bounded", "n of m", "score")),
+        # where the parts lie does not depend on how they are pruned
+        *itertools.product(("FSDP of the whole", "FSDP, replicated"), ("", "bounded")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("how", ["", "bounded", "n of m", "score"])
 def test_pruning_of_spread_parameters(kind: str, how: str) -> None:
     model, x, target = shards.small_model()
     shards.prune(model, how)
