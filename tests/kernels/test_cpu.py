@@ -461,10 +461,10 @@ def test_random_small_rows() -> None:
     g = torch.Generator().manual_seed(0)
     for _ in range(15):
         n = int(torch.randint(1, 40, (), generator=g))
-        x = torch.randn(800, n, generator=g) * torch.empty(800, 1).log_normal_(0, 2, generator=g)
-        x = torch.where(torch.rand(800, n, generator=g) < 0.2, x.round(), x)
-        k = torch.rand(800, generator=g, dtype=torch.float64) * n
-        k = torch.where(torch.rand(800, generator=g) < 0.5, k.round(), k)
+        x = torch.randn(320, n, generator=g) * torch.empty(320, 1).log_normal_(0, 2, generator=g)
+        x = torch.where(torch.rand(320, n, generator=g) < 0.2, x.round(), x)
+        k = torch.rand(320, generator=g, dtype=torch.float64) * n
+        k = torch.where(torch.rand(320, generator=g) < 0.5, k.round(), k)
         for cdf in CDFS:
             assert error(forward(x, k, 0.5, cdf)[0], expected(x, k, 0.5, cdf)[0]) <= 5e-7, (n, cdf)
 
