@@ -25,6 +25,7 @@ from khot._kernels import gpu
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 launch = pytest.importorskip("khot._kernels.triton.launch")
+sizes = pytest.importorskip("khot._kernels.triton.sizes")
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(khot.__file__).parent / "_kernels" / "triton"
 # a number of which there are many, and which no kernel should be built for
@@ -181,6 +182,15 @@ def test_no_kernel_is_built_for_a_count() -> None:
     for kernel in kernels:
         special = {p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)}
         assert not special & COUNTS, kernel.__name__
+
+
+def test_sizes_are_those_of_triton() -> None:
+    """Whose functions are left to kernels: on the host each call takes as long as several launches."""
+    for n in (*range(1, 1_030), 2**20 - 1, 2**20, 2**31 + 1):
+        assert sizes.next_power_of_2(n) == triton.next_power_of_2(n)
+        assert all(sizes.cdiv(n - 1, size) == triton.cdiv(n - 1, size) for size in (1, 3, 64))
+    for path in FOLDER.glob("*.py"):
+        assert "triton.cdiv(" not in path.read_text() and "triton.next_power" not in path.read_text(), path
 
 
 def test_every_launch_goes_through_one_place() -> None:
