@@ -1,8 +1,8 @@
 """Triton's interpreter without what it does again at each operation.
 
 It spends more time on the types of values than on the values: it describes a block, looks for a dtype of
-NumPy and compares shapes anew each time. What it computes stays the same, but that reductions and scans by a
-function of ours take the entries in another order.
+NumPy, compares shapes and promotes dtypes anew each time. What it computes stays the same, but that
+reductions and scans by a function of ours take the entries in another order.
 """
 
 from __future__ import annotations
