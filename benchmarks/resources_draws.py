@@ -302,8 +302,12 @@ SHORT_PROJECTIONS = [
     (short_projection._project_rows, 256, 780, 1),
     (short_projection._project_rows, 1_024, 1_050, 1),
     (short_projection._project_rows, 1_024, 1_800, 0),
+    (short_projection._project_rows, 64, 3_000, 1, True),
+    (short_projection._project_rows, 64, 3_600, 0, True),
+    (short_projection._project_rows, 256, 5_500, 0, True),
     (short_projection._pull_rows, 64, 250, 0),
     (short_projection._pull_rows, 1_024, 320, 0),
+    (short_projection._pull_rows, 64, 300, 0, True),
 ]
 LONG_PROJECTIONS = [(1, 1_060), (0, 1_010)]
 PULLED = [
@@ -323,18 +327,20 @@ def _project(passes: str, kl: bool, width: int, bound: float) -> Case:
     return Case(projection._project, shape, constants, width // 64, 2, bound, spills=1)
 
 
-def _short_projection(kernel: Any, n: int, bound: float, turns: int) -> Case:
+def _short_projection(kernel: Any, n: int, bound: float, turns: int, kl: bool = False) -> Case:
     """Rows that fill their width, by one τ. Ordinary rows have w in order, and few turns."""
-    constants = short_projection.tile(n)
+    powers = kl and kernel is short_projection._project_rows
+    constants = short_projection.tile(n, short_projection.HELD_POWERS if powers else short_projection.HELD)
     warps, held = constants.pop("num_warps"), constants["TOGETHER"] * constants["WIDTH"]
     constants |= {"DOUBLES": True, "STEPS": (n - 1).bit_length(), "ORDINARY": turns, "WANT_W": False}
-    constants |= {"w_column": 1, **NUMBER}
-    shape = f"n = {n:,}"
+    constants |= {"w_column": 1, "KL": kl, **NUMBER}
+    shape = f"n = {n:,}" + ", kl" * kl
     if kernel is short_projection._project_rows:
         shape += f", {turns} turn{'s' * (turns > 1)}" if turns else ", all"
     return Case(
         kernel, shape, {name: v for name, v in constants.items() if name in kernel.arg_names}, warps,
-        held / 32 / warps, bound, spills=4 if turns else 20, few=n == 64 and turns == 1,
+        held / 32 / warps, bound, spills=24 if kl else 4 if turns else 20,
+        few=n == 64 and turns == 1 and not kl,
         limited=kernel is short_projection._project_rows,
         multiples=("z_stride", "w_row", "grad_row", "n"),
     )  # fmt: skip

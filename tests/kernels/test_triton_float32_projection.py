@@ -45,16 +45,19 @@ def which(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, request: pytest.
         monkeypatch.setattr(kernels.long_projection, "CHUNK", 16)
 
 
-def check(kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
+def check(
+    kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor, regularization: str = "l2"
+) -> tuple[Tensor, ...]:
     """Results and gradients of rows of float32 or less, to one unit of their last place."""
-    got, want = kernels.permutahedron(z, w, tau, "l2"), reference.permutahedron(z, w, tau, "l2")
+    got = kernels.permutahedron(z, w, tau, regularization)
+    want = reference.permutahedron(z, w, tau, regularization)
     unit = torch.finfo(z.dtype).eps
     torch.testing.assert_close(got[0], want[0], rtol=unit, atol=0, equal_nan=True)
     for a, b in zip(got[1:], want[1:], strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
     grad = randn(*z.shape, seed=5).to(z.dtype)
     for want_w in (False, True):
-        given = (grad, z, w, tau, *want[1:], "l2", want_w)
+        given = (grad, z, w, tau, *want[1:], regularization, want_w)
         pulled = zip(
             kernels.permutahedron_backward(*given), reference.permutahedron_backward(*given), strict=True
         )
@@ -152,3 +155,32 @@ def test_layouts_broadcasting_and_half_precision(kernels: ModuleType) -> None:
             kernels.permutahedron_backward(*given), reference.permutahedron_backward(*given), strict=True
         ):
             torch.testing.assert_close(a, b, rtol=1e-3 if z.dtype == torch.half else 1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def kl(which: None, request: pytest.FixtureRequest) -> None:
+    """ "kl" goes that way in short rows alone."""
+    if request.node.callspec.params["which"] == "long":
+        pytest.skip("longer rows have another way")
+
+
+def test_kl_of_every_kind_of_row(kernels: ModuleType, kl: None) -> None:
+    """Also where e^u is far from what a number of float64 can be."""
+    taus = (1e-250, 1e-3, 1.0, 30.0, 1e250)
+    rows = [(*ROWS[kind](33), f64(tau)) for kind, tau in itertools.product(ROWS, taus)]
+    z, w, tau = (torch.stack(values) for values in zip(*rows, strict=True))
+    check(kernels, z.float(), w.float(), tau, "kl")
+
+
+def test_kl_of_far_entries_infinities_and_halves(kernels: ModuleType, kl: None) -> None:
+    z = torch.tensor([[2e20, 5e13, 0.5, 0.3, 0.1], [3e38, 2e38, 0.2, 0.1, -3e38], [INF, 1.0, INF, -INF, 0.0]])
+    for w in (torch.tensor([1e20, 1e10, 3.0, 2.0, 1.0]), torch.tensor([7.0, 3.0, 2.5, 2.0, 1.0])):
+        check(kernels, z, w, f64([1.0, 1e-3, 0.5]), "kl")
+    w = torch.tensor([[1.0, INF, 0.0, 0.5], [INF, 3.0, INF, 2.0], [-INF, 1.0, 0.0, 0.5]])
+    check(kernels, ranks(4).float().expand(3, 4), w, f64([1.0, 1e3, 1.0]), "kl")
+    z, w = randn(7, 6).float(), randn(7, 6, seed=1).float()
+    z[1, 4], w[2, 0] = NAN, NAN
+    y = kernels.permutahedron(z, w, f64([1.0, 1.0, 1.0, NAN, 0.0, INF, -1.0]), "kl")[0]
+    assert not y[0].isnan().any() and y[1:].isnan().all()
+    for dtype in (torch.half, torch.bfloat16):
+        check(kernels, randn(5, 9).to(dtype), randn(9, seed=1).to(dtype), f64(0.3), "kl")

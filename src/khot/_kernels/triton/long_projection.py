@@ -127,13 +127,13 @@ def _drop(
             end = tl.load(end_at + column + 1, mask=asked & (column + 1 < n), other=n)
             here = tl.load(sum_at + column, mask=asked, other=0.0)
             falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
-            given = (here, column, n, begin, end, asked, sum_at, before_at, after_at)
+            given = ((here,), column, n, begin, end, asked, sum_at, before_at, after_at)
             if ORDINARY:
                 for hop in tl.static_range(steps):
-                    falls, rises = steepest(falls, rises, 1 << hop, *given)
+                    falls, rises = steepest(falls, rises, 1 << hop, *given, 0, False)
             else:
                 for hop in range(steps):
-                    falls, rises = steepest(falls, rises, 1 << hop, *given)
+                    falls, rises = steepest(falls, rises, 1 << hop, *given, 0, False)
             marked = tl.load(left_at + column, mask=asked, other=0) == 2
             tl.store(left_at + column, lane * 0, mask=asked & (marked | (falls <= rises)))
 

@@ -2,9 +2,9 @@
 
 | rows | forward | backward |
 |---|---|---|
-| "l2", float32, up to 1,024 entries | :mod:`.short_projection` | :mod:`.short_projection` |
-| "l2", float32, longer, one program for each | :mod:`.long_projection` | :mod:`.projection` |
-| "kl", float64, or split over programs | :mod:`.projection` | :mod:`.projection` |
+| float32, up to 1,024 entries, with "kl" up to 256 | :mod:`.short_projection` | :mod:`.short_projection` |
+| float32, longer, "l2", one program for each | :mod:`.long_projection` | :mod:`.projection` |
+| longer with "kl", float64, or split over programs | :mod:`.projection` | :mod:`.projection` |
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from khot._kernels.triton import long_projection, projection, short_projection
 __all__ = ["permutahedron", "permutahedron_backward"]
 
 
-def _single(z: Tensor, w: Tensor, regularization: str) -> bool:
+def _single(z: Tensor, w: Tensor) -> bool:
     """Whether float32 has the rows, of which there are some."""
-    return regularization == "l2" and torch.float64 not in (z.dtype, w.dtype) and z.numel() > 0
+    return torch.float64 not in (z.dtype, w.dtype) and z.numel() > 0
+
+
+def _short(z: Tensor, w: Tensor, regularization: str) -> bool:
+    longest = short_projection.LONGEST if regularization == "l2" else short_projection.LONGEST_POWERS
+    return _single(z, w) and z.shape[-1] <= longest
 
 
 def permutahedron(
     z: Tensor, w: Tensor, tau: Tensor, regularization: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`permutahedron.permutahedron`, in Triton."""
-    if _single(z, w, regularization):
-        n = z.shape[-1]
-        if n <= short_projection.LONGEST:
-            return short_projection.project(z, w, tau)
-        if not projection.splits(z.numel() // n, n):
-            return long_projection.project(z, w, tau)
+    if _short(z, w, regularization):
+        return short_projection.project(z, w, tau, regularization)
+    n = z.shape[-1]
+    if _single(z, w) and regularization == "l2" and not projection.splits(z.numel() // n, n):
+        return long_projection.project(z, w, tau)
     return projection.permutahedron(z, w, tau, regularization)
 
 
@@ -40,7 +44,6 @@ def permutahedron_backward(
     regularization: str, want_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`permutahedron.permutahedron_backward`, in Triton."""
-    given = (grad, z, w, tau, order, w_order, start)
-    if _single(z, w, regularization) and z.shape[-1] <= short_projection.LONGEST:
-        return short_projection.pull(*given, want_w)
-    return projection.permutahedron_backward(*given, regularization, want_w)
+    short = _short(z, w, regularization)
+    pull = short_projection.pull if short else projection.permutahedron_backward
+    return pull(grad, z, w, tau, order, w_order, start, regularization, want_w)

@@ -14,6 +14,11 @@ others. (Those before that are greater only on average leave the others no digit
 great, which takes a w of such a range.)
 
 The means of blocks are taken anew, from differences to their first entries, in float64.
+
+With "kl" the value of a block is the logarithm of Σ e^u / Σ e^w, so that the points have these sums as their
+coordinates, both. They are summed from the last entry, since the terms ascend from there: a difference of two
+sums, which starts with the greatest term, then keeps its digits, however far the others are. As e^u leaves
+the range of float64, a sum is a number and a power of two, that of the entry that it starts with.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.triton import layout, ranks
-from khot._kernels.triton.fast import double, reciprocal, store, wide
+from khot._kernels.triton.fast import LOG2E, double, reciprocal, store, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import add2, bounded, greater
 from khot._kernels.triton.ranks import across, compares_doubles, nan_of, sorted_rows
@@ -39,6 +44,7 @@ __all__ = [
     "KERNELS",
     "LEAST",
     "LONGEST",
+    "LONGEST_POWERS",
     "digits_of",
     "finite",
     "inverse_tau",
@@ -53,11 +59,17 @@ __all__ = [
 ]
 
 LONGEST = ranks.RANKED  # torch sorts a longer row in less time
+LONGEST_POWERS = 256  # with "kl", whose chords cost more: a longer row's blocks are pooled in less time
 TOGETHER = 512  # entries of short rows that share a program
-HELD = 4  # entries of a thread
+HELD, HELD_POWERS = 4, 2  # entries of a thread, and with "kl", where each is four numbers
 # What stands for infinite scores and w, and for 1/τ at least and at most, in float64, which reaches to 1e308:
 # so infinite scores in τ are farther than w reaches, and different ones of float32 are at the greatest 1/τ.
 ENDLESS, ENDLESS_WEIGHT, LEAST, MOST = (tl.constexpr(x) for x in (1e100, 1e50, 1e-45, 1e200))
+
+
+SLACK = tl.constexpr(1 + 2.0**-40)  # of slopes that count as equal with "kl", where rounding would decide
+NOTHING = tl.constexpr(-1e305)  # the exponent of a sum of nothing
+FARTHEST = tl.constexpr(1000.0)  # exponents of powers of two that are numbers of float64
 
 
 @triton.jit
@@ -124,7 +136,78 @@ def since(sum_at, place, begin):
 
 
 @triton.jit
-def _neighbours(left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS: tl.constexpr):
+def _power(exponent):
+    """2^exponent for whole exponents of any size; 0 in place of what is smaller than numbers of float64."""
+    least = tl.minimum(tl.maximum(exponent, -FARTHEST), FARTHEST)
+    power = ((least.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    return tl.where(exponent < -FARTHEST, 0.0, power)
+
+
+@triton.jit
+def _split(x):
+    """e^x as a number from 1 to 2 and the exponent of a power of two."""
+    x *= LOG2E
+    exponent = tl.floor(x)
+    return tl.exp2(x - exponent), exponent
+
+
+@triton.jit
+def _plus_powers(a, a_exponent, b, b_exponent, c, c_exponent, d, d_exponent):
+    """Two sums of numbers with powers of two."""
+    first, second = tl.maximum(a_exponent, c_exponent), tl.maximum(b_exponent, d_exponent)
+    return (
+        a * _power(a_exponent - first) + c * _power(c_exponent - first), first,
+        b * _power(b_exponent - second) + d * _power(d_exponent - second), second,
+    )  # fmt: skip
+
+
+@triton.jit
+def _powers_at(sum_at, place, size):
+    """The sums of e^u and of e^w from a place on."""
+    return (
+        tl.load(sum_at + place), tl.load(sum_at + size + place), tl.load(sum_at + 2 * size + place),
+        tl.load(sum_at + 3 * size + place),
+    )  # fmt: skip
+
+
+@triton.jit
+def _slope_of_powers(near, far, here):
+    """Σ e^u / Σ e^w from one place to a later one, from the sums from either on, in the unit of those from
+    here on."""
+    a = near[0] - far[0] * _power(far[1] - near[1])
+    b = near[2] - far[2] * _power(far[3] - near[3])
+    guess = reciprocal(b.to(tl.float32)).to(tl.float64)
+    return a * guess * (2 - b * guess) * _power((near[1] - here[1]) - (near[3] - here[3]))
+
+
+@triton.jit
+def _falls(here, i, above, begin, sum_at, size, KL: tl.constexpr):
+    """The slope of the chord to a place before."""
+    if KL:
+        return _slope_of_powers(_powers_at(sum_at, above, size), here, here)
+    else:
+        return (here[0] - since(sum_at, above, begin)) * one_over(tl.maximum(i - above, 1))
+
+
+@triton.jit
+def _rises(here, i, below, sum_at, size, KL: tl.constexpr):
+    """The slope of the chord to a place behind."""
+    if KL:
+        return _slope_of_powers(here, _powers_at(sum_at, below, size), here)
+    else:
+        return (tl.load(sum_at + below) - here[0]) * one_over(tl.maximum(below - i, 1))
+
+
+@triton.jit
+def _above(falls, rises, KL: tl.constexpr):
+    return falls > rises * SLACK if KL else falls > rises
+
+
+@triton.jit
+def _neighbours(
+    left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS: tl.constexpr,
+    KL: tl.constexpr,
+):  # fmt: skip
     """For each place the last one up to it and the next one behind it that are left, and whether it is left
     without being above the chord to the nearest ones on either side."""
     first = tl.associative_scan(tl.where(left, i, 0), AXIS, greater)
@@ -136,9 +219,13 @@ def _neighbours(left, inner, here, i, n, begin, valid, sum_at, before_at, after_
     stop = tl.load(after_at + i + 1, mask=valid & (i + 1 < n), other=n)
     asked = inner & left
     before = tl.load(before_at + i - 1, mask=asked, other=0)
-    lower = (here - since(sum_at, before, begin)) * (stop - i).to(tl.float64)
-    upper = (tl.load(sum_at + stop) - here) * (i - before).to(tl.float64)
-    return first, stop, asked & tl.where(lower > upper, False, True)
+    if KL:
+        lower = _falls(here, i, before, begin, sum_at, size, KL)
+        upper = _rises(here, i, stop, sum_at, size, KL)
+    else:
+        lower = (here[0] - since(sum_at, before, begin)) * (stop - i).to(tl.float64)
+        upper = (tl.load(sum_at + stop) - here[0]) * (i - before).to(tl.float64)
+    return first, stop, asked & tl.where(_above(lower, upper, KL), False, True)
 
 
 @triton.jit
@@ -149,16 +236,16 @@ def one_over(count):
 
 
 @triton.jit
-def steepest(falls, rises, hop, here, i, n, begin, end, asked, sum_at, before_at, after_at):
+def steepest(
+    falls, rises, hop, here, i, n, begin, end, asked, sum_at, before_at, after_at, size, KL: tl.constexpr
+):  # fmt: skip
     """The least slope to a place before and the greatest to one behind, of those left that are at least so
     far away."""
     above = tl.load(before_at + i - hop, mask=asked & (i >= hop), other=0)
     below = tl.load(after_at + i + hop, mask=asked & (i + hop < n), other=n)
     above, below = tl.maximum(above, begin), tl.minimum(below, end)
-    lower = here - since(sum_at, above, begin)
-    upper = tl.load(sum_at + below) - here
-    falls = tl.minimum(falls, lower * one_over(tl.maximum(i - above, 1)))
-    return falls, tl.maximum(rises, upper * one_over(tl.maximum(below - i, 1)))
+    falls = tl.minimum(falls, _falls(here, i, above, begin, sum_at, size, KL))
+    return falls, tl.maximum(rises, _rises(here, i, below, sum_at, size, KL))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -167,7 +254,7 @@ def _project_rows(
     out_pointer, index_pointer, w_index_pointer, start_pointer, held_pointer, left_pointer, sums_pointer,
     rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
-    STEPS: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    STEPS: tl.constexpr, KL: tl.constexpr, ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
     """ORDINARY, if not 0, leaves out all but the path of rows whose w is in order, with so many turns: for
     counting its instructions, and for nothing else."""
@@ -189,83 +276,112 @@ def _project_rows(
     mine = wide(tl.minimum(row, rows - 1), TOGETHER)  # all may read there
     u_at, v_at = held_pointer + mine * (2 * n), held_pointer + mine * (2 * n) + n
     before_at, after_at = left_pointer + mine * (2 * n), left_pointer + mine * (2 * n) + n
-    sum_at = (
-        sums_pointer + mine * (n + 1) + WIDTH
-    )  # with room for places that no row has, which count nothing
+    # with room for places that no row has, which count nothing
+    sum_at, size = sums_pointer + mine * (n + 1) + WIDTH, rows.to(tl.int64) * (n + 1) + 3 * WIDTH
     u, v = finite(z, ENDLESS) * tl.maximum(inverse, LEAST), finite(w, ENDLESS_WEIGHT)
     tl.store(u_at + i, u, mask=valid)
     tl.store(v_at + i, v, mask=valid)
-    # where all differences before are greater than all from there on, a segment ends for certain
-    digits = digits_of((u - v) + 0.0)  # −0 is 0
-    least = tl.associative_scan(digits, AXIS, smaller)
-    most = tl.associative_scan(tl.where(valid, digits, -0x80000000), AXIS, greater, reverse=True)
-    tl.store(before_at + i + 1, least, mask=valid & (i + 1 < n))
-    tl.debug_barrier()
-    certain = valid & (i > 0) & (tl.load(before_at + i, mask=valid & (i > 0), other=0) > most)
     begin, end = i * 0, i * 0 + n
-    d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
-    sums = tl.cumsum(d, AXIS)
-    if not ORDINARY:
-        any_ends = tl.max(tl.where(certain, 1, 0)) > 0
-        if any_ends:
-            begin, end = _segments(certain, i, n, AXIS)
-            d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
-            _, sums = tl.associative_scan((begin, d), AXIS, within)
-    tl.store(sum_at + i + 1, sums, mask=valid)
-    tl.store(sum_at + i, 0.0, mask=valid & (i == 0))
+    if KL:
+        sums = _split(u) + _split(v)
+        sums = tl.associative_scan(
+            (
+                tl.where(valid, sums[0], 0.0), tl.where(valid, sums[1], NOTHING),
+                tl.where(valid, sums[2], 0.0), tl.where(valid, sums[3], NOTHING),
+            ),
+            AXIS, _plus_powers, reverse=True,
+        )  # fmt: skip
+        for number in tl.static_range(4):
+            tl.store(sum_at + number * size + i, sums[number], mask=valid)
+            nothing = NOTHING if number % 2 else 0.0
+            tl.store(sum_at + number * size + i + n, nothing + sums[0] * 0, mask=valid & (i == 0))
+    else:
+        # where all differences before are greater than all from there on, a segment ends for certain
+        digits = digits_of((u - v) + 0.0)  # −0 is 0
+        least = tl.associative_scan(digits, AXIS, smaller)
+        most = tl.associative_scan(tl.where(valid, digits, -0x80000000), AXIS, greater, reverse=True)
+        tl.store(before_at + i + 1, least, mask=valid & (i + 1 < n))
+        tl.debug_barrier()
+        certain = valid & (i > 0) & (tl.load(before_at + i, mask=valid & (i > 0), other=0) > most)
+        d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
+        sums = tl.cumsum(d, AXIS)
+        if not ORDINARY:
+            any_ends = tl.max(tl.where(certain, 1, 0)) > 0
+            if any_ends:
+                begin, end = _segments(certain, i, n, AXIS)
+                d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
+                _, sums = tl.associative_scan((begin, d), AXIS, within)
+        tl.store(sum_at + i + 1, sums, mask=valid)
+        tl.store(sum_at + i, 0.0, mask=valid & (i == 0))
     tl.debug_barrier()
 
-    here = tl.load(sum_at + i)
+    here = _powers_at(sum_at, i, size) if KL else (tl.load(sum_at + i),)
     inner = valid & (i > begin)
     room = tl.where(inner, i - begin, 0)
-    falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
+    falls, rises = here[0] * 0 + float("inf"), here[0] * 0 - float("inf")
     for step in tl.static_range(STEPS):
         near, far = room >= (1 << step), inner & (end - i >= (1 << step))
-        slope = (here - since(sum_at, i - (1 << step), begin)) * (0.5**step)
-        falls = tl.where(near & (slope < falls), slope, falls)
-        slope = (tl.load(sum_at + i + (1 << step)) - here) * (0.5**step)
+        if KL:
+            slope = _falls(here, i, tl.where(near, i - (1 << step), i), begin, sum_at, size, KL)
+            falls = tl.where(near & (slope < falls), slope, falls)
+            slope = _rises(here, i, tl.where(far, i + (1 << step), i), sum_at, size, KL)
+        else:
+            slope = (here[0] - since(sum_at, i - (1 << step), begin)) * (0.5**step)
+            falls = tl.where(near & (slope < falls), slope, falls)
+            slope = (tl.load(sum_at + i + (1 << step)) - here[0]) * (0.5**step)
         rises = tl.where(far & (slope > rises), slope, rises)
-    left = valid & ((i == begin) | (falls > rises))
+    left = valid & ((i == begin) | _above(falls, rises, KL))
 
     if ORDINARY:
         for turn in tl.static_range(ORDINARY):
             first, stop, dropped = _neighbours(
-                left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS
+                left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS, KL
             )  # fmt: skip
-            falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
+            falls, rises = here[0] * 0 + float("inf"), here[0] * 0 - float("inf")
             if turn + 1 < ORDINARY:
                 for hop in tl.static_range(STEPS):
                     falls, rises = steepest(
                         falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at,
-                        after_at,
+                        after_at, size, KL,
                     )  # fmt: skip
-            left = left & tl.where(dropped | (inner & (falls <= rises)), False, True)
+            left = left & tl.where(dropped | (inner & ~_above(falls, rises, KL)), False, True)
     else:
         first, stop, dropped = _neighbours(
-            left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS
+            left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS, KL
         )  # fmt: skip
         while tl.max(tl.where(dropped, 1, 0)) > 0:
-            falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
+            falls, rises = here[0] * 0 + float("inf"), here[0] * 0 - float("inf")
             for hop in range(STEPS):
                 falls, rises = steepest(
-                    falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at, after_at
+                    falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at, after_at,
+                    size, KL,
                 )  # fmt: skip
-            left = left & tl.where(dropped | (inner & (falls <= rises)), False, True)
+            left = left & tl.where(dropped | (inner & ~_above(falls, rises, KL)), False, True)
             first, stop, dropped = _neighbours(
-                left, inner, here, i, n, begin, valid, sum_at, before_at, after_at, AXIS
+                left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS, KL
             )  # fmt: skip
 
     ahead = u - tl.load(u_at + first)
     v_first = tl.load(v_at + first)
-    total = tl.where(valid, ahead - (v - v_first), 0.0)
-    _, total = tl.associative_scan((first, total), AXIS, within)
+    if KL:
+        total, other = tl.where(valid, tl.exp(ahead), 0.0), tl.where(valid, tl.exp(v - v_first), 0.0)
+        _, total, other = tl.associative_scan((first, total, other), AXIS, add2)
+    else:
+        total = tl.where(valid, ahead - (v - v_first), 0.0)
+        _, total = tl.associative_scan((first, total), AXIS, within)
     tl.debug_barrier()
     tl.store(sum_at + first, total, mask=valid & (stop == i + 1))
+    if KL:
+        tl.store(sum_at + size + first, other, mask=valid & (stop == i + 1))
     tl.debug_barrier()
     total = tl.load(sum_at + first)
-    y = ahead - total / tl.maximum(stop - first, 1).to(tl.float64) + v_first
+    if KL:
+        value = tl.log(total / tl.load(sum_at + size + first))
+    else:
+        value = total / tl.maximum(stop - first, 1).to(tl.float64)
+    y = ahead - value + v_first
     # an infinite w makes the mean of its block infinite, and two of opposite signs leave no mean
-    lowest = tl.load(v_at + stop - 1)
+    lowest = v_first if KL else tl.load(v_at + stop - 1)
     y += tl.where(v_first >= ENDLESS_WEIGHT, float("inf"), 0.0)
     y -= tl.where(lowest <= -ENDLESS_WEIGHT, float("inf"), 0.0)
     y = (y + poison).to(tl.float32)
@@ -280,6 +396,7 @@ def _pull_rows(
     tau_pointer, tau_stride, tau_high, tau_low, order_pointer, w_order_pointer, start_pointer,
     dz_pointer, dw_pointer, dtau_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, WANT_W: tl.constexpr,
+    KL: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
@@ -297,22 +414,30 @@ def _pull_rows(
     inverse, poison = inverse_tau(tau_pointer, tau_stride, tau_high, tau_low, row, there)
     inverse, poison = wide(inverse, TOGETHER), wide(poison, TOGETHER)
 
-    # both sums of a place have its own entry
-    key, one = tl.where(valid, first, -1), tl.where(valid, 1.0, g * 0)
-    _, up, more = tl.associative_scan((key, g, one), AXIS, add2)
-    _, down, others = tl.associative_scan((key, g, one), AXIS, add2, reverse=True)
-    mean = (up + (down - g)) / tl.maximum(more + others - 1, 1.0)
     endless = tl.abs(z) == float("inf")  # as all of its block
-    du = tl.where(endless, 0.0, (g - mean) * inverse + poison)
-    store(dz_pointer + base + order, du, valid)
     ahead = (double(tl.where(endless, 0.0, z)) - double(tl.where(endless, 0.0, z_first))) * inverse
+    # how much an entry counts in the value of its block
+    key, part = tl.where(valid, first, -1), tl.exp(ahead) if KL else g * 0 + 1
+    # both sums of a place have its own entry
+    _, up, more = tl.associative_scan((key, g, part), AXIS, add2)
+    _, down, others = tl.associative_scan((key, g, part), AXIS, add2, reverse=True)
+    total, parts = up + (down - g), more + (others - part)
+    du = tl.where(endless, 0.0, (g - total * part / parts) * inverse + poison)
+    store(dz_pointer + base + order, du, valid)
     dtau = tl.sum(tl.where(valid, du * ahead, 0.0), axis=AXIS)
     tl.store(dtau_pointer + row, -dtau, mask=there)
     if WANT_W:
         w_order = tl.load(w_order_pointer + at, mask=valid, other=0)
-        w_at = w_pointer + wide(row * w_row, TOGETHER) + w_order.to(tl.int64) * w_column
-        w = tl.load(w_at, mask=valid, other=0.0).to(tl.float32)
-        dw = tl.where(tl.abs(w) == float("inf"), 0.0, mean)
+        w_at = w_pointer + wide(row * w_row, TOGETHER)
+        w = tl.load(w_at + w_order.to(tl.int64) * w_column, mask=valid, other=0.0).to(tl.float32)
+        if KL:
+            w_first = tl.load(w_order_pointer + base + first, mask=valid, other=0)
+            w_first = tl.load(w_at + w_first.to(tl.int64) * w_column, mask=valid, other=0.0)
+            part = tl.exp(finite(w, ENDLESS_WEIGHT) - finite(w_first, ENDLESS_WEIGHT))
+            _, more = tl.associative_scan((key, part), AXIS, within)
+            _, others = tl.associative_scan((key, part), AXIS, within, reverse=True)
+            parts = more + (others - part)
+        dw = tl.where(tl.abs(w) == float("inf"), 0.0, total * part / parts)
         store(dw_pointer + base + w_order, dw, valid)
 
 
@@ -322,35 +447,36 @@ KERNELS = (_project_rows, _pull_rows)
 # -------------------------------------------------------------------------------------- the host
 
 
-def tile(n: int) -> dict[str, Any]:
+def tile(n: int, held: int = HELD) -> dict[str, Any]:
     """Rows in a program and warps."""
     width = max(ranks.NARROW, next_power_of_2(n))
     together = max(1, TOGETHER // width)
-    warps = max(1, together * width // (32 * HELD))
+    warps = max(1, together * width // (32 * held))
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
-def project(z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def project(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The projection of rows that a program sorts, and its blocks."""
-    n = z.shape[-1]
-    rows, which = z.numel() // n, tile(n)
+    n, kl = z.shape[-1], regularization == "kl"
+    rows, which = z.numel() // n, tile(n, HELD_POWERS if kl else HELD)
     y = z.new_empty(z.shape)
     index, w_index, start = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(3))
     held = z.new_empty(rows * 2 * n, dtype=torch.float64)
     left = z.new_empty(rows * 2 * n, dtype=torch.int32)
-    sums = z.new_empty(rows * (n + 1) + 3 * which["WIDTH"], dtype=torch.float64)
+    sums = z.new_empty((4 if kl else 1) * (rows * (n + 1) + 3 * which["WIDTH"]), dtype=torch.float64)
     launch(
         _project_rows, -(-rows // which["TOGETHER"]),
         *layout.rows(z, n), *layout.matrix(w, z), *layout.values(tau, z.shape[:-1], z.device),
         y, index, w_index, start, held, left, sums, rows, n,
-        STEPS=max(1, (n - 1).bit_length()), DOUBLES=compares_doubles(z.device), **which, **layout.registers(),
+        STEPS=max(1, (n - 1).bit_length()), DOUBLES=compares_doubles(z.device), KL=kl,
+        **which, **layout.registers(),
     )  # fmt: skip
     return y, index, w_index, start
 
 
 def pull(
     grad: Tensor, z: Tensor, w: Tensor, tau: Tensor, order: Tensor, w_order: Tensor, start: Tensor,
-    want_w: bool,
+    regularization: str, want_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients in z, w if it is wanted, and τ."""
     n = z.shape[-1]
@@ -361,6 +487,7 @@ def pull(
         _pull_rows, -(-rows // which["TOGETHER"]),
         *layout.matrix(grad, z), *layout.rows(z, n), *layout.matrix(w, z),
         *layout.values(tau, z.shape[:-1], z.device), order.contiguous(), w_order.contiguous(),
-        start.contiguous(), dz, dw, dtau, rows, n, WANT_W=want_w, **which,
+        start.contiguous(), dz, dw, dtau, rows, n, WANT_W=want_w,
+        KL=regularization == "kl", **which,
     )  # fmt: skip
     return dz, dw, dtau
