@@ -38,7 +38,7 @@ TRIALS: list[tuple[Any, dict[str, Any], Trial]] = [
 def rows(module: Any, options: dict[str, Any], trial: Trial, path: Path, stop: int = 10**9) -> list[Row]:
     """What a trial with the seed 0 yields, as far as the row number ``stop``."""
     torch.manual_seed(0)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, {})
     for row in itertools.islice(module.run(module.Args(**options), trial, checkpoint), stop):
         checkpoint.rows.append(row)
     return checkpoint.rows
