@@ -132,17 +132,18 @@ MODELS: dict[tuple[str, str], list[Step]] = {
 
 
 @cache
-def instructions() -> dict[str, int]:
-    return {case.id.rstrip(): number for number, case in enumerate(resources_draws.cases())}
+def instructions() -> dict[str, resources.Case | int]:
+    """The cases of `benchmarks.resources` by name; those of `resources_draws` are numbers."""
+    drawn = {case.id.rstrip(): number for number, case in enumerate(resources_draws.cases())}
+    return {case.id: case for case in resources.CASES} | drawn
 
 
 @cache
 def per_entry(name: str) -> float:
-    for case in resources.CASES:
-        if case.id == name:
-            return resources.line(case, "forward", few=True).per_entry
-    line = resources_draws.line(instructions()[name], resources._read, resources.TARGETS["sm_90"])
-    return line.per_entry
+    case = instructions()[name]
+    if isinstance(case, int):
+        return resources_draws.line(case, resources._read, resources.TARGETS["sm_90"]).per_entry
+    return resources.line(case, "forward", few=True).per_entry
 
 
 def seconds(step: Step, cases: dict[str, Any]) -> tuple[float, str]:
