@@ -23,8 +23,8 @@ from reproduce.harness.study import ArgumentError, By, Checkpoint, Row, Trial
 
 __all__ = ["VERSIONS", "Record", "identify"]
 
-# What computed a row. Those of different MUST_MATCH in one file need --force; differences in the others are
-# only written down.
+# What computed a trial, or ended one that was stopped. Different MUST_MATCH in one file need --force; other
+# differences are only written down.
 VERSIONS = ("khot", "torch", "python", "system", "kernels")
 MUST_MATCH = ("khot", "torch")
 
@@ -49,7 +49,7 @@ class Record:
         folder: the experiment's own folder, whose lock is held.
         setting: the arguments that rows depend on.
         trials: the trials of this run.
-        force: add to trials of other arguments or versions. Those of them that are not finished start again.
+        force: add to trials of other arguments or versions. Of these, what is not finished starts again.
 
     Attributes:
         lines: what ``trials.jsonl`` has, in the order in which the trials ended.
@@ -64,18 +64,24 @@ class Record:
         self.folder = folder
         self._by: By = {**_versions(), "args": setting}
         self.lines = _read(self._path)
+        if not self.lines and (folder / "metrics.csv").exists():
+            advice = "restore a copy of it, or give another --out"
+            raise FileError(f"{self._path}: missing, although metrics.csv has rows; {advice}")
         done = [line["trial"] for line in self.lines]
         self.left = [trial for trial in trials if trial not in done]
-        others = [line["by"] for line in self.lines]
-        for trial in self.left:
-            checkpoint = Checkpoint(*self.kept(trial))
-            # a damaged one is refused before any work is done
-            if checkpoint.load() is not None and checkpoint.by != self._by:
-                others.append(checkpoint.by)
-                if force:
-                    checkpoint.path.unlink()
-        if not force:
-            self._compare(others)
+        # a damaged checkpoint is refused before any work is done
+        begun = [Checkpoint(*self.kept(trial)) for trial in self.left]
+        others = [line["by"] for line in self.lines[-1:]]
+        others += [checkpoint.by for checkpoint in begun if checkpoint.load() is not None]
+        different = dict.fromkeys(words for by in others for words in self._differences(by))
+        if different and not force:
+            raise ArgumentError(
+                f"{self.folder}: holds results with {', '.join(different)}; "
+                "give another --out, or --force to continue nevertheless"
+            )
+        for checkpoint in begun:
+            if self._differences(checkpoint.by):
+                checkpoint.path.unlink()
 
     @property
     def _path(self) -> Path:
@@ -88,9 +94,9 @@ class Record:
 
     def finish(self, trial: Trial, rows: list[Row], seconds: float) -> None:
         """Keep the rows of a trial, which is done with that."""
-        own = [{key: row[key] for key in row if row[key] != trial.get(key)} for row in rows]
+        own = [{key: row[key] for key in row if key not in trial or row[key] != trial[key]} for row in rows]
         self.lines.append({"trial": trial, "cpu_seconds": round(seconds, 1), "by": self._by, "rows": own})
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines)
+        text = "".join(json.dumps(line, ensure_ascii=False, default=float) + "\n" for line in self.lines)
         files.replace(self._path, text.encode())
         path, _ = self.kept(trial)
         for file in (path, path.with_name(path.name + ".part")):
@@ -100,19 +106,12 @@ class Record:
         """The rows of all trials that are done, with the entries of their trials."""
         return [{**line["trial"], **row} for line in self.lines for row in line["rows"]]
 
-    def _compare(self, others: list[By]) -> None:
-        """Refuse to add to trials of other arguments or versions; a report alone may be of other versions."""
-        different: dict[str, None] = {}
-        for by in others:
-            pairs = [(key, by["args"].get(key), value) for key, value in self._by["args"].items()]
-            if self.left:
-                pairs += [(key, by[key], self._by[key]) for key in MUST_MATCH]
-            different |= {f"{key} = {old}, not {new}": None for key, old, new in pairs if old != new}
-        if different:
-            raise ArgumentError(
-                f"{self.folder}: holds results with {', '.join(different)}; "
-                "give another --out, or --force to continue nevertheless"
-            )
+    def _differences(self, by: By) -> list[str]:
+        """Why trials of this cannot be added to others; a report alone may be of other versions."""
+        pairs = [(key, by.get("args", {}).get(key), value) for key, value in self._by["args"].items()]
+        if self.left:
+            pairs += [(key, by.get(key), self._by[key]) for key in MUST_MATCH]
+        return [f"{key} = {old}, not {new}" for key, old, new in pairs if old != new]
 
 
 def _versions() -> dict[str, str]:
@@ -136,7 +135,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError:
         raise FileError(f"{path}: damaged (no UTF-8 text); restore a copy of it, or delete it") from None
     found = []
-    for place, line in enumerate(text.splitlines(), start=1):
+    for place, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             found.append(json.loads(line))
             _check(found[-1])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -440,6 +441,45 @@ def test_refuses_to_mix_what_differs_and_names_it(toy: Path, out: Path, case: st
     assert ("- earlier rows: khot " in report) == (not unfinished)
     assert ("arguments device = cpu, count = 7" in report) == ("argument" in case and not unfinished)
     assert len(rows(out)) == 6 * 5
+
+
+def test_force_is_given_once(toy: Path, out: Path) -> None:
+    assert invoke(out).exit_code == 0
+    assert invoke(out, "--count", "3", "--seeds", "3", "--force").exit_code == 0
+    assert invoke(out, "--count", "3", "--seeds", "4").exit_code == 0
+    assert "holds results with count = 3, not 4" in said(invoke(out, "--seeds", "4"))
+
+
+def test_rows_without_trials_are_not_replaced(toy: Path, out: Path) -> None:
+    home(out).mkdir(parents=True)
+    (home(out) / "metrics.csv").write_text("method,seed\na,0\n")
+    before = content(out)
+    assert "trials.jsonl: missing, although metrics.csv has rows" in said(invoke(out, "--force"))
+    assert before.items() <= content(out).items()
+
+
+def test_unfinished_trial_goes_on_in_other_surroundings(toy: Path, out: Path, whole: list[Any]) -> None:
+    (toy / "stop").write_text("2")
+    assert invoke(out).exit_code == 130
+    (toy / "stop").unlink()
+    edit(out, lambda by: by.update(system="another"))
+    (path,) = home(out).glob("checkpoints/*")
+    found = torch.load(path, weights_only=True)
+    found["rows"][0]["number"] = 7.0  # which shows that it went on
+    torch.save(found, path)
+    assert invoke(out, "--force").exit_code == 0
+    assert done(out)[0]["rows"][0]["number"] == 7.0
+    assert len(rows(out)) == len(whole)
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    written = [{"a": "x\u2028y", "b": np.float32(0.5), "c": 1, "method": "m"}, {"a": "\x85", "b": 1e-300}]
+    trial = {"method": "m"}
+    record.Record(tmp_path, {}, [trial], force=False).finish(trial, written, 1.0)
+    found = record.Record(tmp_path, {}, [trial], force=False)
+    assert not found.left
+    assert found.rows() == [{**trial, **row} for row in written]
+    assert [type(value) for value in found.rows()[0].values()] == [str, str, float, int]
 
 
 @pytest.mark.parametrize("key", ["python", "system", "kernels"])
