@@ -72,7 +72,6 @@ bool is_recorded(const Call& call) {
 // may have been made already.
 Tensor solved(const Call& call, const Prepared& prepared, Launches& launches, const Draw* draw = nullptr,
               const Addresses* rows = nullptr) {
-  RECORD_FUNCTION(std::string("khot::") + kOperators[call.which()].name, std::vector<c10::IValue>());
   const c10::Device device = launches.device();
   const at::IntArrayRef sizes = call.shape.sizes, own = prepared.whole ? sizes : call.shape.batch();
   const bool recorded = is_recorded(call), changed = draw != nullptr || is_changed_after(call);
@@ -128,6 +127,7 @@ struct Sampled {
   bool is_narrow() const { return call.inputs[0].element_size() < 4; }
 
   Tensor add(Launches& launches) {
+    RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
     if (is_narrow()) call.inputs[0] = call.inputs[0].to(at::kFloat);
     return solved(call, *prepared, launches, &draw);
   }
@@ -175,6 +175,8 @@ PyObject* call(Operator which, PyObject* const* args) {
   if (prepared == nullptr) return nullptr;
   const c10::DeviceGuard current(given.inputs[0].device());
   Launches launches(given.inputs[0].device());
+  // what profilers see lasts until the launches are started, here and below
+  RECORD_FUNCTION(std::string("khot::") + kOperators[which].name, std::vector<c10::IValue>());
   Tensor y = solved(given, *prepared, launches);
   return y.defined() && launches.start() ? THPVariable_Wrap(std::move(y)) : nullptr;
 }
@@ -245,6 +247,7 @@ KHOT_CALL(soft_topk_of_selectable) {
   if (prepared == nullptr || counts == nullptr) Py_RETURN_NONE;
   const c10::DeviceGuard current(x.device());
   Launches launches(x.device());
+  RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
   Addresses rows;
   launches.reserve(bytes_before(given));
   if (!before(given, launches, rows)) Py_RETURN_NONE;
@@ -271,6 +274,7 @@ KHOT_CALL(sample_khot) {
   const c10::DeviceGuard current(x.device());
   const at::ScalarType dtype = x.scalar_type();
   Launches launches(x.device());
+  RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
   Tensor sample = sampled.add(launches);
   if (!sample.defined() || !launches.start()) Py_RETURN_NONE;
   return THPVariable_Wrap(sample.scalar_type() == dtype ? std::move(sample) : sample.to(dtype));
@@ -298,6 +302,7 @@ KHOT_CALL(gated) {
   const bool constant = !input.requires_grad() || !at::GradMode::is_enabled();
   const bool alike = input.is_contiguous() && input.scalar_type() == sampled.draw.prepared->dtype;
   sampled.draw.multiplies = constant && alike;
+  RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
   Tensor sample = sampled.add(launches);
   if (sample.defined() && !sampled.draw.multiplies) sample = times(input, sample, launches);
   return started_or_none(std::move(sample), launches);

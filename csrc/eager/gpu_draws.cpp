@@ -57,7 +57,6 @@ Tensor Draw::sample(const void* probs, at::IntArrayRef sizes, c10::Device device
     probs = each;
     sizes = rows->sizes();
   }
-  RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
   Tensor made = empty(sizes, device, prepared->dtype), seed = launches.take_integer();
   void* const first = multiplies ? launches.take(rows->nbytes()) : made.mutable_data_ptr();
   const Results results{first, launches.take(prepared->kept_bytes), launches.take(prepared->scratch_bytes)};
@@ -78,6 +77,7 @@ PyObject* pareto(PyObject* const* args) {
   const c10::DeviceGuard current(probs->device());
   Launches launches(probs->device());
   launches.reserve(draw.bytes());
+  RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
   Tensor sample = draw.sample(probs->const_data_ptr(), probs->sizes(), probs->device(), launches);
   return sample.defined() && launches.start() ? THPVariable_Wrap(std::move(sample)) : nullptr;
 }

@@ -352,3 +352,23 @@ def test_profiles_show_both_operators(seen: list[recorded.Launch]) -> None:
         khot.sample_khot(x, 3).sum().backward()
     shown = {event.name for event in profile.function_events or []}
     assert {"khot::soft_topk", "khot::pareto_sample", "khot::soft_topk_backward"} <= shown
+
+
+def test_launches_lie_within_what_profiles_show(seen: list[recorded.Launch]) -> None:
+    x, layer = scores(6, 32), gate()
+    calls = [lambda: khot.soft_topk(x, 3), lambda: khot.sample_khot(x, 3), lambda: layer(x)]
+    for call in calls * 3:
+        call()
+    run = recorded.running()
+
+    def watched() -> int:
+        with torch.profiler.record_function("launch"):
+            return run()
+
+    recorded.run_instead(watched)
+    for call in calls:
+        with torch.autograd.profiler.profile(use_kineto=False) as profile:
+            call()
+        within = [event.cpu_parent for event in profile.function_events or [] if event.name == "launch"]
+        assert within and {parent.name for parent in within if parent} == {"khot::soft_topk"}
+        assert None not in within
