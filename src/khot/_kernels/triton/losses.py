@@ -34,6 +34,7 @@ from khot._kernels.triton.functions import (
 )
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import entries, inside, load_rows, numbers, place_rows, rescue
+from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import PHI, normal_tail, unit, value
 from khot._kernels.triton.threshold import find, over
 
@@ -446,4 +447,4 @@ def variants(rows: int, n: int, F: cdfs.CDF, fine: bool) -> tuple[Variant, Varia
         "CHUNK": layout.RESCUE * tile.warps, "num_warps": tile.warps, **layout.registers(),
     }  # fmt: skip
     solver = variant(solve_losses, STREAM=tile.streams, **constants)
-    return solver, variant(pull_losses, **constants), -(-rows // tile.together)
+    return solver, variant(pull_losses, **constants), cdiv(rows, tile.together)

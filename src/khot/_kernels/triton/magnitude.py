@@ -36,6 +36,7 @@ from khot._kernels.triton.pooled_rows import (
     write_pull,
 )
 from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows, rescue
+from khot._kernels.triton.sizes import cdiv
 
 # ------------------------------------------------------------------------------------- forward
 
@@ -212,7 +213,7 @@ def _variants(rows: int, n: int, p: float, signed: bool, fine: bool) -> tuple[Va
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, **constants,
     )  # fmt: skip
     puller = variant(pull_magnitudes, PIECES=min(tile.pieces, 4), **constants)
-    return solver, puller, -(-rows // tile.together), power
+    return solver, puller, cdiv(rows, tile.together), power
 
 
 def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[Tensor, Tensor, Tensor]:

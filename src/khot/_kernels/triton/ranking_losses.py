@@ -20,6 +20,7 @@ from khot._kernels.triton.fast import LN2, store, total, wide
 from khot._kernels.triton.laplace import laplace_count
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = [
     "KERNELS",
@@ -240,7 +241,7 @@ def tile(n: int) -> dict[str, Any]:
 
 
 def _programs(x: Tensor, which: dict[str, Any]) -> int:
-    return -(-(x.numel() // x.shape[-1]) // which["TOGETHER"])
+    return cdiv(x.numel() // x.shape[-1], which["TOGETHER"])
 
 
 def ndcg_loss(

@@ -30,7 +30,7 @@ from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import ordered
-from khot._kernels.triton.sizes import next_power_of_2
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "CHOICES",
@@ -547,7 +547,7 @@ def _rank(
     which = tile(n)
     given = (None, 0, 0) if value is None else layout.matrix(value, x)
     ranker = variant(_rank_rows, **which, DOUBLES=compares_doubles(x.device), KIND=kind)
-    programs, arguments = -(-rows // which["TOGETHER"]), (scores, stride, *given, *scale, out, index, rows, n)
+    programs, arguments = cdiv(rows, which["TOGETHER"]), (scores, stride, *given, *scale, out, index, rows, n)
     ranker(programs, *arguments)
     if kind == RANK.value:
         native.prepare("soft_rank", scores, ranker, programs, arguments, *CHOICES)
@@ -568,7 +568,7 @@ def laplace_rank_backward(
         launch(_pull_long_ranks, rows, *given, room, n, parts, CHUNK=CHUNK, ASKED=want_tau, num_warps=WARPS)
         return dx, dtau
     which = tile(n)
-    puller, programs = variant(_pull_ranks, **which, ASKED=want_tau), -(-rows // which["TOGETHER"])
+    puller, programs = variant(_pull_ranks, **which, ASKED=want_tau), cdiv(rows, which["TOGETHER"])
     puller(programs, *given, rows, n)
     known: dict[str, Any] = {"backward": True, "asked": want_tau}
     native.prepare("soft_rank", given[3], puller, programs, (*given, rows, n), *CHOICES, **known)
@@ -578,5 +578,5 @@ def laplace_rank_backward(
 def notes(x: Tensor, count: int) -> tuple[int, Tensor]:
     """Into how many chunks the rows of x are cut, and room for so many numbers of each."""
     n = x.shape[-1]
-    parts = -(-n // CHUNK)
+    parts = cdiv(n, CHUNK)
     return parts, x.new_empty(x.numel() // n * parts * count, dtype=torch.float32)

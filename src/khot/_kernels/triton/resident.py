@@ -24,6 +24,7 @@ from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split
 from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.polish import polish
+from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import find
 
@@ -295,4 +296,4 @@ def _variant(rows: int, n: int, F: cdfs.CDF, output: str) -> tuple[Variant, int,
         POLISHED=layout.steep(F, output),
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
-    return solver, -(-rows // tile.together), layout.power(F)
+    return solver, cdiv(rows, tile.together), layout.power(F)

@@ -23,6 +23,7 @@ from khot._kernels.triton.fast import inverse_of, joined, plus, reciprocal, spli
 from khot._kernels.triton.functions import LOG, OUTPUTS, THRESHOLD
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import entries, inside, numbers, place_rows, rescue
+from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import density, log_rate, unit
 from khot._kernels.triton.threshold import FLUSH
 
@@ -307,4 +308,4 @@ def _variant(
         EXACT=n == tile.pieces * tile.width, AGAIN=tile.pieces > 8, STREAM=tile.streams,
         CHUNK=layout.RESCUE * tile.warps, num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
-    return puller, -(-rows // tile.together), layout.power(F)
+    return puller, cdiv(rows, tile.together), layout.power(F)

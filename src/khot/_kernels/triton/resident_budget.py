@@ -42,6 +42,7 @@ from khot._kernels.triton.resident import (
     result,
     row_values,
 )
+from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import holds, unit
 from khot._kernels.triton.threshold import (
     FLUSH,
@@ -372,4 +373,4 @@ def _variant(
     )  # fmt: skip
     together = FLUSH.value * tile.pieces * tile.width if tile.streams else n  # whose sum is to be exact
     numbers = *costs.digits(n, together), *layout.power(F)
-    return solver, -(-rows // tile.together), numbers
+    return solver, cdiv(rows, tile.together), numbers

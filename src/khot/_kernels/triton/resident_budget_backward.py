@@ -25,6 +25,7 @@ from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import entries, inside, place_rows, rescue, row_values
 from khot._kernels.triton.resident_backward import FADED, asked, pull_of, suffices, threshold_of
 from khot._kernels.triton.resident_budget import share_of
+from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import density, unit
 
 __all__ = [
@@ -248,4 +249,4 @@ def _variant(
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
-    return puller, -(-rows // tile.together), layout.power(F)
+    return puller, cdiv(rows, tile.together), layout.power(F)

@@ -36,7 +36,7 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import add2, bounded, greater
 from khot._kernels.triton.ranks import across, compares_doubles, nan_of, sorted_rows
 from khot._kernels.triton.resident import entries, inside, place_rows
-from khot._kernels.triton.sizes import next_power_of_2
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "ENDLESS",
@@ -465,7 +465,7 @@ def project(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Ten
     left = z.new_empty(rows * 2 * n, dtype=torch.int32)
     sums = z.new_empty((4 if kl else 1) * (rows * (n + 1) + 3 * which["WIDTH"]), dtype=torch.float64)
     launch(
-        _project_rows, -(-rows // which["TOGETHER"]),
+        _project_rows, cdiv(rows, which["TOGETHER"]),
         *layout.rows(z, n), *layout.matrix(w, z), *layout.values(tau, z.shape[:-1], z.device),
         y, index, w_index, start, held, left, sums, rows, n,
         STEPS=max(1, (n - 1).bit_length()), DOUBLES=compares_doubles(z.device), KL=kl,
@@ -484,7 +484,7 @@ def pull(
     dz, dtau = z.new_empty(z.shape), z.new_empty(z.shape[:-1], dtype=torch.float64)
     dw = z.new_empty(z.shape if want_w else (0,), dtype=torch.float32)
     launch(
-        _pull_rows, -(-rows // which["TOGETHER"]),
+        _pull_rows, cdiv(rows, which["TOGETHER"]),
         *layout.matrix(grad, z), *layout.rows(z, n), *layout.matrix(w, z),
         *layout.values(tau, z.shape[:-1], z.device), order.contiguous(), w_order.contiguous(),
         start.contiguous(), dz, dw, dtau, rows, n, WANT_W=want_w,

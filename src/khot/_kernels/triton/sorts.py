@@ -35,6 +35,7 @@ from khot._kernels.triton.ranks import (
     tile,
 )
 from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "laplace_sort", "laplace_sort_backward"]
 
@@ -349,7 +350,7 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
         index = x.new_empty(x.shape, dtype=torch.int32)
         sums = ranks.sorted_sums(y, order, index, tau)
-        parts = -(-n // ranks.CHUNK)
+        parts = cdiv(n, ranks.CHUNK)
         launch(
             _sort_long_rows, rows * parts,
             sums, y, *layout.values(tau, batch, x.device), out, place, n, parts,
@@ -358,7 +359,7 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return out, index, place
     index, which = x.new_empty(x.shape, dtype=torch.int32), tile(n)
     sorter = variant(_sort_rows, **which, DOUBLES=compares_doubles(x.device))
-    source, programs = layout.rows(x, n), -(-rows // which["TOGETHER"])
+    source, programs = layout.rows(x, n), cdiv(rows, which["TOGETHER"])
     arguments = (
         *source, *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
     )  # fmt: skip
@@ -385,7 +386,7 @@ def laplace_sort_backward(
         )  # fmt: skip
         return dx, dtau
     which = tile(n)
-    puller, programs = variant(_pull_sorts, **which, ASKED=want_tau), -(-rows // which["TOGETHER"])
+    puller, programs = variant(_pull_sorts, **which, ASKED=want_tau), cdiv(rows, which["TOGETHER"])
     source = layout.rows(x, n)
     arguments = (
         *layout.matrix(grad, x), *source, *layout.values(tau, batch, x.device), order.contiguous(),
