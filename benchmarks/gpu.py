@@ -229,46 +229,44 @@ GOALS: dict[tuple[str, str], Goal] = {
 }
 _SORTS = "two sorts, of scores and of relevance; the backward takes their order from the forward"
 _SEARCHED = "the launch, 2.0 µs, and a search by counts, whose rounds follow one another"
+_STREAMED = (
+    "70 instructions an entry, which are 420 µs: a row does not stay on chip and is converted from bfloat16 "
+    "three times"
+)
+_CALIBRATED = (
+    "the slowest row that is calibrated, by one program: five steps that follow one another, in float64. A "
+    "row with Σπ(1 − π) ≥ 2.5 takes none. A seed, the soft top-k, the draw and the calibration are four "
+    "launches; the two that carry the gradient are left out by calls without Python"
+)
+_SCANNED = "after the sort the forward scans and scatters, 0.34 sorts; the backward scans anew and gathers"
+_KEYS = (
+    "270 instructions an entry for keys, which are 410 µs, 60 for the sums before them, and the soft top-k"
+)
+_SQUARES = "215 instructions for each of n² entries, which are 10 µs, and two launches"
+_FEW_SQUARES = "210 instructions for each of n² entries, in 64 programs, which leave most of the device idle"
+_TRANSPORT = (
+    "measured when it took 50 launches; one is left, of two to seven steps of Newton's method on k² numbers"
+)
 #: By table and line, what binds where the goal is missed. Instructions are those of `resources.md`.
 BINDS: dict[tuple[str, str], str] = {
     (TOPK, "soft_topk"): "54 instructions an entry for one evaluation, where a softmax has 13",
     (TOPK, "topk_mask"): _SEARCHED,
-    (
-        TOPK_HALF,
-        "soft_topk",
-    ): "70 instructions an entry, which are 420 µs: a row does not stay on chip and is "
-    "converted from bfloat16 three times",
+    (TOPK_HALF, "soft_topk"): _STREAMED,
     (SHORT, "soft_topk_magnitude"): "103 instructions an entry; missed by less than a twentieth",
     (SHORT, "FenchelYoungTopKLoss"): "two launches of 2.0 µs at the least",
     (SHORT, "kth_value"): _SEARCHED,
     (SHORT, "quantile"): "two launches of 2.0 µs at the least, and the search of kth_value",
     (SHORT, "soft_sort"): "torch's flips, 2.0 µs at the least forward and as much backward",
     (SHORT, "spearman_loss"): "measured when it took eleven launches, of which eight are left",
-    (SHORT, "sample_khot"): "the slowest row that is calibrated, by one program: five steps that follow one "
-    "another, in float64. A row with Σπ(1 − π) ≥ 2.5 takes none. A seed, the soft top-k, the draw and the "
-    "calibration are four launches; the two that carry the gradient are left out by calls without Python",
+    (SHORT, "sample_khot"): _CALIBRATED,
     (SHORT, "sample, conditional_poisson"): "1,110 instructions an entry, in float64",
-    (
-        LONG,
-        "soft_sort",
-    ): "after the sort the forward scans and scatters, 0.34 sorts; the backward scans anew and gathers",
+    (LONG, "soft_sort"): _SCANNED,
     (LONG, "ndcg_loss"): _SORTS,
     (LONG, "spearman_loss"): _SORTS,
-    (
-        LONG,
-        "sample_khot",
-    ): "270 instructions an entry for keys, which are 410 µs, 60 for the sums before them, "
-    "and the soft top-k",
-    (
-        SQUARE,
-        "soft_permutation",
-    ): "215 instructions for each of n² entries, which are 10 µs, and two launches",
-    (
-        WIDE,
-        "soft_permutation",
-    ): "210 instructions for each of n² entries, in 64 programs, which leave most of the device idle",
-    (WIDE, "sorted_soft_topk, k = 16"): "measured when it took 50 launches; one is left, of two to seven "
-    "steps of Newton's method on k² numbers",
+    (LONG, "sample_khot"): _KEYS,
+    (SQUARE, "soft_permutation"): _SQUARES,
+    (WIDE, "soft_permutation"): _FEW_SQUARES,
+    (WIDE, "sorted_soft_topk, k = 16"): _TRANSPORT,
 }
 
 
