@@ -357,6 +357,18 @@ def test_slope_at_zero_entries() -> None:
         torch.testing.assert_close(got, torch.full_like(x, slope))
 
 
+@pytest.mark.parametrize(("p", "slope"), [(1.5, 0.0), (2.0, 2 / 3), (3.0, 1.0)])
+@pytest.mark.parametrize("x", [[0.0, -0.0, 0.0], [3, 0.0, -1]], ids=["all", "some"])
+def test_slope_at_zero_is_that_of_the_power(x: list[float], p: float, slope: float) -> None:
+    """v + τ v^(p−1) = s: the limit of dv/ds at 0, recorded or not, where all entries are selected."""
+    point = f64(x, requires_grad=True)
+    y = soft_topk_magnitude(point, 3 if any(x) else 1, tau=0.5, p=p)
+    for recorded in (False, True):
+        (got,) = grad(y.sum(), point, retain_graph=True, create_graph=recorded)
+        zeros = got[point == 0].detach()
+        torch.testing.assert_close(zeros, torch.full_like(zeros, slope))
+
+
 @each_rescale
 @each_p
 def test_infinite_entries_are_the_largest(p: float, rescale: bool) -> None:

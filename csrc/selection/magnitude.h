@@ -244,10 +244,13 @@ struct Rates {
     } else {
       const VecD nothing = y != y ? y : VecD{};
       own = fall = nothing;
-      const IntD moves = free & ((y > 0) | (power.whole == 1 ? IntD{} - 1 : IntD{}));
+      // where y is 0, also since its dtype has no smaller one, tau (p-1) y^(p-2) is infinite for p < 2
+      const IntD positive = y > 0, moves = free & (positive | (m.p < 2 ? IntD{} : IntD{} - 1));
       if (count(moves) > 0) {
-        const VecD value = moves & (y > 0) ? y : splat(1.0), root = power.root(value);
-        own = moves ? 1 / (1 + m.tau * (m.p - 1) * (root / value)) : nothing;
+        const VecD value = moves & positive ? y : splat(1.0), root = power.root(value);
+        const VecD slope =
+            positive | (m.p > 2 ? IntD{} : IntD{} - 1) ? m.tau * (m.p - 1) * (root / value) : VecD{};
+        own = moves ? 1 / (1 + slope) : nothing;
         fall = moves & (s > 0) ? own * root : own * 0;
       }
       rate = block.inside ? power.e / m.tau * power.lower(block.w) : nothing;
