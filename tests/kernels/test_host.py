@@ -195,7 +195,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     ),
     "budget_mask": ((4096, 64), lambda x: khot.budget_mask(x, x.detach(), 8.0), [1, 0], [0, 0]),
     "budget_mask (64, 8_192)": (
-        (64, 8_192), lambda x: khot.budget_mask(x, x.detach(), 8.0), [1, 1], [0, 0],
+        (64, 8_192), lambda x: khot.budget_mask(x, x.detach(), 8.0), [5, 0], [0, 0],
     ),
     "budget_mask, by value": (
         (16, 100_000), lambda x: khot.budget_mask(x, x.detach()[0], 8.0, by="value", at_most=True),
@@ -291,10 +291,10 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "soft_rank, normal, descending": (
         (4096, 64), partial(khot.soft_rank, cdf="normal", descending=True), [1, 2], [3, 2],
     ),
-    "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [1, 2], [1, 1]),
+    "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [5, 1], [1, 1]),
     "soft_sort": ((4096, 64), khot.soft_sort, [1, 1], [1, 1]),
     "soft_sort (64, 8_192), descending": (
-        (64, 8_192), partial(khot.soft_sort, descending=True), [2, 1], [2, 2],
+        (64, 8_192), partial(khot.soft_sort, descending=True), [6, 0], [2, 2],
     ),
     "soft_sort, descending": ((4096, 64), partial(khot.soft_sort, descending=True), [1, 0], [1, 0]),
     "ndcg_loss": ((4096, 64), lambda x: khot.losses.ndcg_loss(x, x.detach()), [3, 0], [2, 2]),
@@ -305,11 +305,11 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (4096, 64), lambda x: khot.losses.ndcg_loss(x, x.detach(), mask=x.detach() > 0), [3, 3], [2, 4],
     ),
     "ndcg_loss (64, 8_192)": (
-        (64, 8_192), lambda x: khot.losses.ndcg_loss(x, x.detach()), [3, 4], [2, 2],
+        (64, 8_192), lambda x: khot.losses.ndcg_loss(x, x.detach()), [11, 2], [2, 2],
     ),
     "spearman_loss": ((4096, 64), lambda x: khot.losses.spearman_loss(x, x.detach()), [4, 0], [2, 2]),
     "spearman_loss (64, 8_192)": (
-        (64, 8_192), lambda x: khot.losses.spearman_loss(x, x.detach()), [4, 4], [2, 2],
+        (64, 8_192), lambda x: khot.losses.spearman_loss(x, x.detach()), [12, 2], [2, 2],
     ),
     "average_precision_loss": (
         (4096, 64), lambda x: khot.losses.average_precision_loss(x, x.detach()), [3, 25], [2, 21],
@@ -317,10 +317,10 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     "soft_rank, projection": ((4096, 64), partial(khot.soft_rank, method="projection"), [1, 1], [1, 0]),
     "soft_sort, projection": ((4096, 64), partial(khot.soft_sort, method="projection"), [1, 3], [1, 2]),
     "soft_rank, projection (64, 8_192)": (
-        (64, 8_192), partial(khot.soft_rank, method="projection"), [3, 4], [2, 2],
+        (64, 8_192), partial(khot.soft_rank, method="projection"), [7, 3], [2, 2],
     ),
     "soft_rank, projection (1024, 8_192)": (
-        (1024, 8_192), partial(khot.soft_rank, method="projection"), [1, 3], [1, 1],
+        (1024, 8_192), partial(khot.soft_rank, method="projection"), [5, 2], [1, 1],
     ),
     "soft_sort, projection (16, 100_000), kl": (
         (16, 100_000), partial(khot.soft_sort, method="projection", regularization="kl"), [3, 7], [2, 4],

@@ -105,7 +105,7 @@ def test_ranks_in_half_precision(kernels: ModuleType, dtype: torch.dtype) -> Non
 def test_ranks_of_a_row_to_a_program(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, doubles: bool
 ) -> None:
-    monkeypatch.setattr(sys.modules["khot._kernels.triton.ranks"], "compares_doubles", lambda _: doubles)
+    monkeypatch.setattr(kernels.layout, "compares_doubles", lambda _: doubles)
     check_ranks(kernels, rows(n)[4:8:3], torch.tensor([1.0, 0.05], dtype=torch.float64))
 
 

@@ -31,7 +31,7 @@ they are launches of one kernel (`around`).
 
 Laplace's ranks and sorts of short rows (`ranks`, `sorts`) take one launch each way, in which the program
 sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes. From ranks,
-`ranking_losses` has the losses of lists.
+`ranking_losses` has the losses of lists. `row_sort` sorts longer rows, for these and others.
 
 Soft permutations of short rows (`permutation`) find all thresholds of a row by `threshold` and write the
 matrix in the same launch.

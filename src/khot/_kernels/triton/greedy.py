@@ -1,5 +1,5 @@
 """The hard selection under a budget, which goes through a row in descending order: a program sorts short rows
-and takes what fits; of long rows torch sorts the entries, and a program goes through each once.
+and takes what fits; of long rows, once they are sorted (:mod:`.row_sort`), a program goes through each once.
 
 The method is the reference's (`_kernels.reference.budget_mask`): of a long row, a chunk of the order at a
 time.
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import budget_mask as reference
-from khot._kernels.triton import layout, ranks
+from khot._kernels.triton import layout, ranks, row_sort
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import any_row, double, wide
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.ranks import RANKED, across, compares_doubles, nan_of, sorted_rows
+from khot._kernels.triton.ranks import RANKED, across, nan_of, sorted_rows
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
@@ -121,10 +121,10 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
         tile = ranks.tile(n)
         launch(
             _greedy_rows, cdiv(rows, tile["TOGETHER"]),
-            *layout.rows(x, n), *given, out, rows, n, DOUBLES=compares_doubles(x.device), **tile,
+            *layout.rows(x, n), *given, out, rows, n, DOUBLES=layout.compares_doubles(x.device), **tile,
         )  # fmt: skip
         return out
-    ordered, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
+    ordered, order = row_sort.descending(x)
     width = min(WIDTH, max(64, next_power_of_2(n)))
     launch(
         _greedy, rows, ordered, order, *given, out, n, WIDTH=width, num_warps=max(1, width // 256),

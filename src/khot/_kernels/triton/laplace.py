@@ -1,7 +1,7 @@
 """Which kernels take Laplace's counts, thresholds, ranks and sorts: the one place that decides it.
 
 - Ranks and sorts of short rows in float32 and narrower: `ranks` and `sorts`, in one launch each way. Long
-  rows, unless these are few: the same, after one of torch's sorts, but for a sort's gradient in τ.
+  rows, unless these are few: the same, once they are sorted, but for a sort's gradient in τ.
 - Everything else: the reference's torch operations with the scan in Triton, and between them `scans` for
   ranks forward; in float64, of which each step is a launch. None of them waits.
 """

@@ -148,6 +148,16 @@ def registers() -> dict[str, int]:
     return {"maxnreg": 128} if fast.PTX.value else {}
 
 
+@functools.cache
+def compares_doubles(device: torch.device) -> bool:
+    """Whether the device compares numbers of float64 at half the rate of float32, as NVIDIA's for data
+    centres do."""
+    if not fast.PTX.value or device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return minor == 0 and major <= 10
+
+
 def parts(rows: int, n: int) -> tuple[int, int]:
     """Into how many parts a long row is cut, and their length: enough programs to fill a device."""
     parts = min(cdiv(n, CHUNK), max(1, PROGRAMS // rows))

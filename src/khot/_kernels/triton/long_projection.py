@@ -1,4 +1,4 @@
-"""The projection onto the permutahedron of long rows of float32, after torch has sorted: one launch.
+"""The projection onto the permutahedron of sorted long rows of float32: one launch.
 
 The method is that of :mod:`.short_projection`, and a program goes through its row in passes, a chunk at a
 time: where segments begin and end, the sums, the chords to the points 1, 2, 4, … places away, the nearest
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, row_sort
 from khot._kernels.triton.fast import store
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import greater
@@ -300,4 +300,4 @@ def project(z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 def sorted_once(x: Tensor) -> tuple[Tensor, Tensor]:
     """The rows in descending order, and the order; of rows that are one in memory, this one."""
     once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride()[:-1])]
-    return torch.sort(once.contiguous(), dim=-1, descending=True, stable=True)
+    return row_sort.descending(once)

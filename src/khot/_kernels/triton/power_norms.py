@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import permutahedron as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, row_sort
 from khot._kernels.triton.fast import double, joined
 from khot._kernels.triton.guard import stalls
 from khot._kernels.triton.launch import launch
@@ -193,13 +193,13 @@ KERNELS = (_power_levels,)
 
 
 def power_blocks(z: Tensor, w: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`permutahedron.power_blocks`, in Triton. torch sorts."""
+    """`permutahedron.power_blocks`, in Triton."""
     n = z.shape[-1]
     if z.numel() == 0 or n > LONGEST:
         return reference.power_blocks(z, w, tau, p)
     rows = z.numel() // n
-    scores, order = torch.sort(z.contiguous(), dim=-1, descending=True, stable=True)
-    weights, w_order = torch.sort(w.contiguous(), dim=-1, descending=True, stable=True)
+    scores, order = row_sort.descending(z)
+    weights, w_order = row_sort.descending(w)
     index, w_index, start, mark = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(4))
     v, scratch = (z.new_empty(shape, dtype=torch.float64) for shape in (z.shape, (6, rows, n)))
     width = min(WIDTH, max(32, next_power_of_2(n)))

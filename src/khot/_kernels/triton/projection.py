@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import permutahedron as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, row_sort
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
@@ -408,13 +408,13 @@ def splits(rows: int, n: int) -> bool:
 def permutahedron(
     z: Tensor, w: Tensor, tau: Tensor, regularization: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`permutahedron.permutahedron`, in Triton. torch sorts."""
+    """`permutahedron.permutahedron`, in Triton."""
     if z.numel() == 0:
         return reference.permutahedron(z, w, tau, regularization)
     n = z.shape[-1]
     rows, kl = z.numel() // n, regularization == "kl"
-    scores, order = torch.sort(z.contiguous(), dim=-1, descending=True, stable=True)
-    weights, w_order = torch.sort(w.contiguous(), dim=-1, descending=True, stable=True)
+    scores, order = row_sort.descending(z)
+    weights, w_order = row_sort.descending(w)
     y = z.new_empty(z.shape)
     index, w_index, start, stop = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(4))
     scratch = z.new_empty((3 + kl, rows, n), dtype=torch.float64)

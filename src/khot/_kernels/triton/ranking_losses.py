@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import ranking_losses as reference
-from khot._kernels.triton import layout, ranks
+from khot._kernels.triton import layout, ranks, row_sort
 from khot._kernels.triton.fast import LN2, store, total, wide
 from khot._kernels.triton.laplace import laplace_count
 from khot._kernels.triton.launch import launch
@@ -253,7 +253,7 @@ def ndcg_loss(
     batch, n = rank.shape[:-1], rank.shape[-1]
     which, best = tile(n), None
     if n > SORTED:
-        best = torch.where(x == -math.inf, 0, relevance).sort(-1, descending=True).values
+        best = row_sort.descending_values(torch.where(x == -math.inf, 0.0, relevance))
     loss = rank.new_empty(batch, dtype=torch.float64)
     counted, weight = rank.new_empty(batch, dtype=torch.bool), rank.new_empty(rank.shape)
     launch(

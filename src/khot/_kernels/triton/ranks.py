@@ -1,5 +1,5 @@
-"""Laplace's soft ranks with their gradients, and hard ranks, in float32: one launch each, after one of
-torch's sorts if rows are long.
+"""Laplace's soft ranks with their gradients, and hard ranks, in float32: one launch each, after a sort
+(:mod:`.row_sort`) if rows are long.
 
 The program of short rows sorts them, with the index of each entry behind its score, so that equal scores keep
 their order. A sum over the entries on one side of each follows from one scan: a piece of the sorted row is
@@ -15,7 +15,6 @@ The backward pass reads the entries in the order that the forward pass found, an
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -25,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
-from khot._kernels.triton import fast, layout, native
+from khot._kernels.triton import layout, native, row_sort
 from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.resident import entries, inside, place_rows
@@ -39,7 +38,6 @@ __all__ = [
     "across",
     "both_sums",
     "centred_places",
-    "compares_doubles",
     "entries_of",
     "finite",
     "laplace_rank",
@@ -54,7 +52,7 @@ __all__ = [
 ]
 
 SHORT = 2048  # entries of a row that one program sorts; a compiler takes half a minute for 4,096
-RANKED = 1024  # entries of a row that is sorted to be ranked; torch sorts a longer one in less time
+RANKED = 1024  # entries of a row that is sorted to be ranked; sorted by itself, a longer one takes less time
 NARROW = 16  # entries to which rows are padded at least
 TOGETHER = 512  # entries of short rows that share a program
 CHUNK, WARPS = 1024, 8  # of a long row, that a program holds at a time
@@ -294,7 +292,7 @@ def _pull_ranks(
 
 # ---------------------------------------------------------------------------------- long rows
 #
-# torch sorts them, and a program goes through each twice, a chunk at a time: from the end to the start, for
+# Once they are sorted, a program goes through each twice, a chunk at a time: from the end to the start, for
 # what lies below each chunk, of which it leaves a note; and from the start to the end, for the results.
 
 
@@ -470,8 +468,8 @@ KERNELS = (_rank_rows, _pull_ranks, _rank_long_rows, _pull_long_ranks)
 
 
 def serves(x: Tensor, long: bool) -> bool:
-    """Whether a row of x has a program: a short one, which sorts it, or a long one that torch sorts. Few
-    very long rows would leave most of a device idle."""
+    """Whether a row of x has a program: a short one, which sorts it, or a long one, which takes it sorted.
+    Few very long rows would leave most of a device idle."""
     n = x.shape[-1]
     if x.dtype == torch.float64 or x.numel() == 0:
         return False
@@ -488,28 +486,18 @@ def tile(n: int) -> dict[str, Any]:
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
-@functools.cache
-def compares_doubles(device: torch.device) -> bool:
-    """Whether the device compares numbers of float64 at half the rate of float32, as NVIDIA's for data
-    centres do."""
-    if not fast.PTX.value or device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    major, minor = torch.cuda.get_device_capability(device)
-    return minor == 0 and major <= 10
-
-
 def laplace_rank(x: Tensor, tau: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
     """The ranks, or these less their mean in float32, and the order of the entries."""
     out = x.new_empty(x.shape, dtype=torch.float32 if centred else x.dtype)
-    index = x.new_empty(x.shape, dtype=torch.int32)
-    _rank(x, None, tau, out, index, (CENTRED if centred else RANK).value)
-    return out, index
+    order = _rank(x, None, tau, out, (CENTRED if centred else RANK).value)
+    assert order is not None
+    return out, order
 
 
-def sorted_sums(y: Tensor, order: Tensor, index: Tensor | None, tau: Tensor) -> Tensor:
+def sorted_sums(y: Tensor, order: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     """Of long rows in descending order: the scores, the sums above and below each, and how far its rank is
-    from its place, (rows, 4, n) in float32. The order of the entries is written to index."""
-    n = y.shape[-1]
+    from its place, (rows, 4, n) in float32; and the order in int32."""
+    n, index = y.shape[-1], _narrow(order)
     sums = y.new_empty(y.numel() * 4, dtype=torch.float32)
     parts, room = notes(y, 3)
     launch(
@@ -517,40 +505,47 @@ def sorted_sums(y: Tensor, order: Tensor, index: Tensor | None, tau: Tensor) -> 
         y, order, y, n, *layout.values(tau, y.shape[:-1], y.device), None, index, sums, room, n, parts,
         CHUNK=CHUNK, KIND=RANK.value, num_warps=WARPS,
     )  # fmt: skip
-    return sums
+    return sums, order if index is None else index
+
+
+def _narrow(order: Tensor) -> Tensor | None:
+    """Where to write the order in int32, unless it is."""
+    return None if order.dtype == torch.int32 else torch.empty_like(order, dtype=torch.int32)
 
 
 def centred_places(value: Tensor, x: Tensor) -> Tensor:
     """`ranking_losses.centred_places`, of values that float32 has."""
     out = x.new_empty(x.shape, dtype=torch.float32)
-    _rank(x, value, None, out, None, PLACE.value)
+    _rank(x, value, None, out, PLACE.value)
     return out
 
 
-def _rank(
-    x: Tensor, value: Tensor | None, tau: Tensor | None, out: Tensor, index: Tensor | None, kind: int
-) -> None:
+def _rank(x: Tensor, value: Tensor | None, tau: Tensor | None, out: Tensor, kind: int) -> Tensor | None:
+    """Writes the ranks, and gives the order of the entries, unless they are places."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     scores, stride = layout.rows(x, n)
     scale = layout.Values(None, 0, 1.0, 0.0) if tau is None else layout.values(tau, batch, x.device)
     if n > RANKED:
         keys = x if value is None else torch.where(x == -math.inf, -math.inf, value)
-        y, order = torch.sort(keys.contiguous(), dim=-1, descending=True, stable=True)
+        y, order = row_sort.descending(keys)
+        index = None if kind == PLACE.value else _narrow(order)
         parts, room = notes(x, 3)
         launch(
             _rank_long_rows, rows,
             y, order, scores, stride, *scale, out, index, None, room, n, parts,
             CHUNK=CHUNK, KIND=kind, num_warps=WARPS,
         )  # fmt: skip
-        return
+        return order if index is None else index
     which = tile(n)
+    index = None if kind == PLACE.value else x.new_empty(x.shape, dtype=torch.int32)
     given = (None, 0, 0) if value is None else layout.matrix(value, x)
-    ranker = variant(_rank_rows, **which, DOUBLES=compares_doubles(x.device), KIND=kind)
+    ranker = variant(_rank_rows, **which, DOUBLES=layout.compares_doubles(x.device), KIND=kind)
     programs, arguments = cdiv(rows, which["TOGETHER"]), (scores, stride, *given, *scale, out, index, rows, n)
     ranker(programs, *arguments)
     if kind == RANK.value:
         native.prepare("soft_rank", scores, ranker, programs, arguments, *CHOICES)
+    return index
 
 
 def laplace_rank_backward(

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
-from khot._kernels.triton import layout
+from khot._kernels.triton import layout, row_sort
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
@@ -182,13 +182,13 @@ def _decay_scan(w: Tensor, g: Tensor, reverse: bool, ones: bool) -> Tensor:
 
 
 def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """The ranks, and the order of the entries. torch sorts."""
+    """The ranks, and the order of the entries."""
     out, index = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
     if x.numel() == 0:
         return out, index
     n = x.shape[-1]
     rows = x.numel() // n
-    y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
+    y, order = row_sort.descending(x)
     tau_row = layout.numbers(tau, x.shape[:-1], x.device)
     width, together, warps = layout.block(min(n, layout.CHUNK))
     parts = cdiv(n, width)

@@ -34,7 +34,7 @@ from khot._kernels.triton import layout, ranks
 from khot._kernels.triton.fast import LOG2E, double, reciprocal, store, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import add2, bounded, greater
-from khot._kernels.triton.ranks import across, compares_doubles, nan_of, sorted_rows
+from khot._kernels.triton.ranks import across, nan_of, sorted_rows
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
@@ -58,7 +58,7 @@ __all__ = [
     "within",
 ]
 
-LONGEST = ranks.RANKED  # torch sorts a longer row in less time
+LONGEST = ranks.RANKED  # sorted by itself, a longer row takes less time
 LONGEST_POWERS = 256  # with "kl", whose chords cost more: a longer row's blocks are pooled in less time
 TOGETHER = 512  # entries of short rows that share a program
 HELD, HELD_POWERS = 4, 2  # entries of a thread, and with "kl", where each is four numbers
@@ -468,7 +468,7 @@ def project(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Ten
         _project_rows, cdiv(rows, which["TOGETHER"]),
         *layout.rows(z, n), *layout.matrix(w, z), *layout.values(tau, z.shape[:-1], z.device),
         y, index, w_index, start, held, left, sums, rows, n,
-        STEPS=max(1, (n - 1).bit_length()), DOUBLES=compares_doubles(z.device), KL=kl,
+        STEPS=max(1, (n - 1).bit_length()), DOUBLES=layout.compares_doubles(z.device), KL=kl,
         **which, **layout.registers(),
     )  # fmt: skip
     return y, index, w_index, start

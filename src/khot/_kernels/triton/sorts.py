@@ -1,5 +1,5 @@
-"""Laplace's soft sort and its gradients, in float32: of short rows in one launch each. Of long rows torch
-sorts the entries, one launch takes the sums, and one more the thresholds or the gradients.
+"""Laplace's soft sort and its gradients, in float32: of short rows in one launch each. Of long rows that are
+sorted (:mod:`.row_sort`) one launch takes the sums, and one more the thresholds or the gradients.
 
 Around the threshold of a level i − ½ lies a gap between two neighbours in the sorted row. All entries above
 it count through the upper neighbour, and all below through the lower one, with the sums that ranks are made
@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.triton import layout, native, ranks
+from khot._kernels.triton import layout, native, ranks, row_sort
 from khot._kernels.triton.fast import LN2, LOG2E, wide
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.ranks import (
     across,
     both_sums,
-    compares_doubles,
     entries_of,
     finite,
     nan_of,
@@ -347,9 +346,8 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     if n > ranks.SHORT:
-        y, order = torch.sort(x.contiguous(), dim=-1, descending=True, stable=True)
-        index = x.new_empty(x.shape, dtype=torch.int32)
-        sums = ranks.sorted_sums(y, order, index, tau)
+        y, order = row_sort.descending(x)
+        sums, index = ranks.sorted_sums(y, order, tau)
         parts = cdiv(n, ranks.CHUNK)
         launch(
             _sort_long_rows, rows * parts,
@@ -358,7 +356,7 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         )  # fmt: skip
         return out, index, place
     index, which = x.new_empty(x.shape, dtype=torch.int32), tile(n)
-    sorter = variant(_sort_rows, **which, DOUBLES=compares_doubles(x.device))
+    sorter = variant(_sort_rows, **which, DOUBLES=layout.compares_doubles(x.device))
     source, programs = layout.rows(x, n), cdiv(rows, which["TOGETHER"])
     arguments = (
         *source, *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
@@ -376,7 +374,7 @@ def laplace_sort_backward(
     rows = batch.numel()
     dx, dtau = x.new_empty(x.shape), x.new_empty(batch, dtype=torch.float64)
     if n > ranks.SHORT:
-        sums = ranks.sorted_sums(x.gather(-1, order.long()), order, None, tau)
+        sums, _ = ranks.sorted_sums(x.gather(-1, order.long()), order, tau)
         parts, room = ranks.notes(x, 3)
         launch(
             _pull_long_sorts, rows,
