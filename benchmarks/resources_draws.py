@@ -40,6 +40,7 @@ from khot._kernels.triton import (
     ranks,
     resident_budget,
     resident_budget_backward,
+    row_sort,
     short_projection,
     sorts,
     split,
@@ -72,6 +73,7 @@ class Case(NamedTuple):
     multiples: tuple[str, ...] = ()  # integers that are divisible by 16
     limited: bool = False  # whether it runs with :func:`.layout.registers`
     options: dict[str, int] = {}  # noqa: RUF012 (what else it is compiled with)
+    types: dict[str, str] = {}  # noqa: RUF012 (of arguments, where they are its own)
 
     @property
     def id(self) -> str:
@@ -235,6 +237,7 @@ def cases() -> list[Case]:
         ),
         *(_rank(*case) for case in RANKS),
         *(_rank_long(*case) for case in LONG_RANKS),
+        *(_row_sort(*case) for case in ROW_SORTS),
         *(_list(*case) for case in LISTS),
         *(_transport(*case) for case in TRANSPORTS),
         *(
@@ -573,6 +576,15 @@ LONG_RANKS = [
     (sorts._sort_long_rows, 375),
     (sorts._pull_long_sorts, 500),
 ]
+# with places or entries alone, whether it is the last merge, and the bound
+ROW_SORTS = [
+    (row_sort._sort_chunks, True, False, 245),
+    (row_sort._sort_chunks, False, False, 122),
+    (row_sort._merge_runs, True, False, 66),
+    (row_sort._merge_runs, True, True, 72),
+    (row_sort._merge_runs, False, False, 41),
+    (row_sort._merge_runs, False, True, 45),
+]
 # entries of a list, and the bound
 LISTS = [
     (ranking_losses._ndcg, 64, 225),
@@ -610,11 +622,30 @@ def _rank_long(kernel: Any, bound: float, kind: Any = ranks.RANK) -> Case:
     """Both passes over a row."""
     more, which = _of_kind(kernel, kind)
     constants = {"CHUNK": ranks.CHUNK, "ASKED": True, "STEPS": 14, "sums_pointer": None, **NUMBER, **more}
-    if kernel is not ranks._rank_long_rows:
+    if kernel is ranks._rank_long_rows:
+        constants["index_pointer"] = None  # as the sort gives the places
+    else:
         del constants["sums_pointer"]
     return Case(
         kernel, f"long rows{which}", {name: v for name, v in constants.items() if name in kernel.arg_names},
         ranks.WARPS, ranks.CHUNK / 32 / ranks.WARPS, bound, registers=168, multiples=("x_stride", "n"),
+    )  # fmt: skip
+
+
+def _row_sort(kernel: Any, indexed: bool, last: bool, bound: float) -> Case:
+    """A chunk; in a merge with one step of its two searches, of which there are two to four."""
+    absent = ("merged_pointer",) if last else ("out_pointer", "index_pointer")
+    constants = {
+        "INDEXED": indexed, "DOUBLES": indexed, "CHUNK": row_sort.CHUNK, "HELD": row_sort.HELD,
+        "PROBES": row_sort.PROBES, **dict.fromkeys(absent),
+    }  # fmt: skip
+    digits = "*i64" if indexed else "*i32"
+    shape = ("entries and places" if indexed else "entries alone") + (", the last" if last else "")
+    return Case(
+        kernel, shape, {name: v for name, v in constants.items() if name in kernel.arg_names}, 1,
+        row_sort.CHUNK / 32, bound, registers=168, few=kernel is row_sort._merge_runs and not indexed,
+        multiples=("n",) if kernel is row_sort._merge_runs else (),
+        types={"digits_pointer": digits, "merged_pointer": digits, "index_pointer": "*i32"},
     )  # fmt: skip
 
 
@@ -746,7 +777,7 @@ OF_SHORT = {
     **dict.fromkeys(("order_pointer", "w_order_pointer"), "*i32"),
 }
 OF_RANKS = {
-    "index_pointer": "*i32", "place_pointer": "*i32", "order_pointer": "*i64", "y_pointer": "*fp32",
+    "index_pointer": "*i32", "place_pointer": "*i32", "order_pointer": "*i32", "y_pointer": "*fp32",
     "note_pointer": "*fp32", "scratch_pointer": "*fp32", "value_pointer": "*fp32",
     "sums_pointer": "*fp32", "pulls_pointer": "*fp32", "tau_high": "fp32", "tau_low": "fp32",
 }  # fmt: skip
@@ -775,6 +806,7 @@ OWN_TYPES = {
         kernel.fn.__name__: {"counter_pointer": "*i32", "done_pointer": "*i32"}
         for kernel in (*split_budget.KERNELS, *split_budget_backward.KERNELS)
     },
+    "_greedy": {"place_pointer": "*i32"},
     "_project": SORTED | {"stop_pointer": "*i32"},
     "_pull": {
         "z_pointer": "*fp32", "w_pointer": "*fp32", "order_pointer": "*i32", "w_order_pointer": "*i32",
@@ -783,8 +815,7 @@ OWN_TYPES = {
     "_project_rows": OF_SHORT,
     "_pull_rows": OF_SHORT,
     "_project_long_rows": OF_SHORT
-    | {"left_pointer": "*i8", "after_pointer": "*i32"}
-    | dict.fromkeys(("order_pointer", "w_order_pointer"), "*i64"),
+    | {"left_pointer": "*i8", "after_pointer": "*i32", "w_order_pointer": "*i64"},
     **{kernel.fn.__name__: OF_RANKS for kernel in (*ranks.KERNELS, *sorts.KERNELS)},
     "_transport": {"index_pointer": "*i64", "order_pointer": "*i64"},
     "_pull_transport": {"order_pointer": "*i64"},
@@ -803,7 +834,7 @@ def line(number: int, read: Callable[[bytes], Any], target: Any) -> Line:
         else TYPES.get(name, "*fp64" if name.endswith("_pointer") else "i32")
         for name in names
     }  # fmt: skip
-    own = OWN_TYPES.get(case.kernel.fn.__name__, {})
+    own = OWN_TYPES.get(case.kernel.fn.__name__, {}) | case.types
     signature |= {name: own[name] for name in own if name in names and name not in case.constants}
     source = ASTSource(
         case.kernel,
