@@ -75,7 +75,7 @@ def cases() -> Iterator[Case]:
         yield Case("soft_topk", f"{shape}, threshold alone", (x, k, one, "logistic", 0.0, "threshold"))
         yield Case("magnitude_with_signs", shape, (x, k, one, 2.0))
         yield Case("magnitude_with_signs_backward", shape, (x, wide, x, x, k, wide, wide, one, 2.0))
-        yield Case("laplace_count", f"{shape}, ranks", (x, None, one))
+        yield Case("laplace_count", f"{shape}, ranks", (x, None, one, True))
         yield Case("fenchel_young", shape, (x, x, k, one, "logistic", 0.0))
         given = (wide, x, x, wide, wide, wide, wide, one, "logistic", 0.0)
         yield Case("fenchel_young_backward", shape, given)

@@ -599,9 +599,10 @@ NUMBER = {"tau_pointer": None, "tau_stride": 0, "grad_column": 1}
 
 
 def _of_kind(kernel: Any, kind: Any) -> tuple[dict[str, Any], str]:
-    """The constants and the name of a kind of ranks."""
+    """The constants and the name of a kind of ranks, in ascending order if there is one."""
     absent = ("index_pointer",) if kind is ranks.PLACE else ("value_pointer", "value_row", "value_column")
-    constants = {"KIND": kind, **{name: None if name.endswith("r") else 0 for name in absent}}
+    constants = {"KIND": kind, "DESCENDING": kind is not ranks.RANK}
+    constants |= {name: None if name.endswith("r") else 0 for name in absent}
     return constants, ("", ", centred", ", places")[kind.value]
 
 

@@ -304,7 +304,8 @@ struct Served {
   // The k largest entries of so many rows.
   void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t count);
   // The soft ranks and the soft sort under the Laplace CDF, of contiguous rows of kFloat or kDouble.
-  void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out);
+  void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,
+                       void* out);
   void (*laplace_sort)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,
                        void* out);
 };

@@ -336,13 +336,15 @@ def _pull_budgets(values: dict[str, Any]) -> None:
 
 def _rank_rows(values: dict[str, Any]) -> None:
     x = _matrix(values, "x", values["x_stride"])
-    rank, order, _ = OPERATORS["laplace_count"].kernel(x, None, _number(values, "tau"))
+    rank, order, _ = OPERATORS["laplace_count"].kernel(x, None, _number(values, "tau"), values["DESCENDING"])
     _written(values, out=rank, index=order)
 
 
 def _sort_rows(values: dict[str, Any]) -> None:
     x = _matrix(values, "x", values["x_stride"])
-    _, out, order, place = OPERATORS["laplace_thresholds"].kernel(x, None, _number(values, "tau"))
+    _, out, order, place = OPERATORS["laplace_thresholds"].kernel(
+        x, None, _number(values, "tau"), values["DESCENDING"]
+    )
     _written(values, out=out, index=order, place=place)
 
 
@@ -354,7 +356,7 @@ def _pull_laplace(operator: str, values: dict[str, Any]) -> None:
     )
     dx, _, dtau = OPERATORS[operator].kernel(
         _matrix(values, "grad", values["grad_row"], values["grad_column"]), x, index, None, place,
-        _number(values, "tau"), values["ASKED"],
+        _number(values, "tau"), values["ASKED"], values["DESCENDING"],
     )  # fmt: skip
     _written(values, dx=dx, **({"dtau": dtau} if values["ASKED"] else {}))
 
@@ -402,13 +404,9 @@ def _spread(values: dict[str, Any], name: str) -> Tensor:
     size, found = DTYPES[kind].itemsize, torch.empty(values["rows"], values["n"], dtype=DTYPES[kind])
     for i in range(values["rows"]):
         for j in range(values["n"]):
-            at = i // inner * outer + i % inner * row + j * _signed(column)
+            at = i // inner * outer + i % inner * row + j * column
             found[i, j] = _memory(values[f"{name}_pointer"] + size * at, DTYPES[kind])
     return found
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _around(values: dict[str, Any]) -> None:
@@ -423,13 +421,11 @@ def _around(values: dict[str, Any]) -> None:
         "fill": lambda: torch.where(mask, v * values["sign"], values["fill"]),
         "sizes": lambda: torch.where(mask, v * sign, values["fill"]),
         "signs": lambda: v * sign,
-        "ranks": lambda: torch.where(other == -torch.inf, v - out * 0.5, v) * mask,
+        "ranks": lambda: torch.where(other == values["fill"], v - out * 0.5, v) * mask,
         "product": lambda: v * (other if values.get("other_pointer") else mask),
         "places": lambda: torch.where((places <= mask.sum(-1, keepdim=True)) | other.isnan(), v, 0),
     }[HOW[values["HOW"]]]()
-    size, step = v.element_size(), _signed(values["out_column"])
-    begin = values["out_pointer"] - (size * (values["n"] - 1) if step < 0 else 0)
-    _memory(begin, v.dtype, *v.shape).copy_(result if step > 0 else result.flip(-1))
+    _memory(values["out_pointer"], v.dtype, *v.shape).copy_(result)
     if values.get("second_pointer"):
         _memory(values["second_pointer"], other.dtype, *v.shape).copy_(torch.where(mask, other, 0))
 

@@ -544,9 +544,11 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         for levels in (None, torch.tensor([0.5, 3.0]).double(), at):
             for operator in ("laplace_count", "laplace_thresholds"):
                 forward, backward = getattr(ops, operator), getattr(ops, f"{operator}_backward")
-                *_, out, order, place = forward(layout, levels, tau)
-                cases.append((operator, forward.default, (layout, levels, tau)))
-                sent = (out.new_ones(1).expand(out.shape), layout, order, levels, place, tau, True)
+                descending = levels is not None
+                *_, out, order, place = forward(layout, levels, tau, descending)
+                cases.append((operator, forward.default, (layout, levels, tau, descending)))
+                ones = out.new_ones(1).expand(out.shape)
+                sent = (ones, layout, order, levels, place, tau, True, descending)
                 cases.append((f"{operator}-backward", backward.default, sent))
         cases.append(("laplace_centred_rank", ops.laplace_centred_rank.default, (layout, tau)))
         args = (layout.exp() + 1, layout.exp(), layout, layout.sigmoid(), k)

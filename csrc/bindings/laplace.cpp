@@ -3,6 +3,7 @@
 #include "laplace/laplace.h"
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -43,7 +44,8 @@ struct Levels {
   int64_t stride_ = 0;
 };
 
-std::tuple<Tensor, Tensor, Tensor> laplace_count(Tensor x, std::optional<Tensor> levels, Tensor tau) {
+std::tuple<Tensor, Tensor, Tensor> laplace_count(Tensor x, std::optional<Tensor> levels, Tensor tau,
+                                                 bool descending) {
   const Shape shape(x);
   const Tensor scores = dense(x, shape.sizes, shape.compute);
   const RowScalars taus(tau, shape.batch);
@@ -59,7 +61,8 @@ std::tuple<Tensor, Tensor, Tensor> laplace_count(Tensor x, std::optional<Tensor>
     asked.with_data<R>(count, [&](auto* to) {
       shape.share<R>(std::max(n, m), 6, [=, &taus, &asked](auto& work, int64_t row) {
         const int64_t i = row * n, k = row * m;
-        laplace::count_row(from + i, n, asked.of(row), m, taus(row), work, to + k, index + i, j + k);
+        laplace::count_row(from + i, n, asked.of(row), m, taus(row), descending, work, to + k, index + i,
+                           j + k);
       });
     });
   });
@@ -67,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor> laplace_count(Tensor x, std::optional<Tensor>
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, std::optional<Tensor> levels,
-                                                              Tensor tau) {
+                                                              Tensor tau, bool descending) {
   const Shape shape(x);
   const Tensor scores = dense(x, shape.sizes, shape.compute);
   const RowScalars taus(tau, shape.batch);
@@ -87,6 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, std::opt
         const int64_t i = row * n, k = row * m;
         laplace::thresholds_row(from + i, n, asked.of(row), m, taus(row), work, h ? h + k : nullptr, to + k,
                                 index + i, j + k);
+        if (!descending) std::reverse(to + k, to + k + m);
       });
     });
   });
@@ -129,18 +133,23 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
 
 std::tuple<Tensor, Tensor, Tensor> laplace_count_backward(Tensor grad, Tensor x, Tensor order,
                                                           std::optional<Tensor> levels, Tensor place,
-                                                          Tensor tau, bool want_tau) {
+                                                          Tensor tau, bool want_tau, bool descending) {
   return backward(grad, x, order, levels, place, tau, [=](auto&&... row) {
-    return want_tau ? laplace::count_backward_row<true>(row...) : laplace::count_backward_row<false>(row...);
+    return want_tau ? laplace::count_backward_row<true>(descending, row...)
+                    : laplace::count_backward_row<false>(descending, row...);
   });
 }
 
 std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tensor x, Tensor order,
                                                                std::optional<Tensor> levels, Tensor place,
-                                                               Tensor tau, bool want_tau) {
-  return backward(grad, x, order, levels, place, tau, [=](auto&&... row) {
-    return want_tau ? laplace::thresholds_backward_row<true>(row...)
-                    : laplace::thresholds_backward_row<false>(row...);
+                                                               Tensor tau, bool want_tau, bool descending) {
+  const int64_t n = x.size(x.dim() - 1);
+  return backward(grad, x, order, levels, place, tau, [=](const auto* v, auto&&... row) {
+    const auto row_of = [&](auto in_order) {
+      return want_tau ? laplace::thresholds_backward_row<true>(in_order, row...)
+                      : laplace::thresholds_backward_row<false>(in_order, row...);
+    };
+    return descending ? row_of(v) : row_of(std::make_reverse_iterator(v + n));
   });
 }
 
@@ -172,9 +181,9 @@ void small_rows(Dtype dtype, const void* x, int64_t rows, int64_t n, int arrays,
   });
 }
 
-void small_rank(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, void* out) {
+void small_rank(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending, void* out) {
   small_rows(dtype, x, rows, n, 4, out, [=](auto* from, auto& work, auto* to, int32_t* order) {
-    laplace::count_row(from, n, nullptr, n, tau, work, to, order, nullptr);
+    laplace::count_row(from, n, nullptr, n, tau, descending, work, to, order, nullptr);
   });
 }
 

@@ -167,10 +167,11 @@ PyObject* soft_rank(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Ranked call = ranked(args);
   if (call.x == nullptr) Py_RETURN_NONE;
   RECORD_FUNCTION("khot::laplace_count", std::vector<c10::IValue>());
-  const Tensor scores = call.x->contiguous(), x = call.descending ? scores : scores.detach().neg();
+  const Tensor x = call.x->contiguous();
   Tensor rank = at::empty(x.sizes(), x.options());
   const int64_t n = x.size(-1);
-  served->laplace_rank(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, rank.mutable_data_ptr());
+  served->laplace_rank(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, call.descending,
+                       rank.mutable_data_ptr());
   return THPVariable_Wrap(std::move(rank));
   END_HANDLE_TH_ERRORS
 }

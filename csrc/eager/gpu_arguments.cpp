@@ -146,10 +146,12 @@ bool read(Operator which, PyObject* const* args, Call& call) {
         ++number;
         break;
       case 'c':
+      case 'o':
       case '*': {
         const auto fact = roles[i] == 'c' ? cdf_fact(value) : fact_of(value);
         if (!fact) return false;
         call.signature.choice(choice++) = *fact;
+        if (roles[i] == 'o') call.ascending = value == Py_False;
         break;
       }
       case 'w':
@@ -159,9 +161,8 @@ bool read(Operator which, PyObject* const* args, Call& call) {
         if (!read_mask(value, x, call)) return false;
         break;
       case 'l':
-      case 'r':
         if (!PyBool_Check(value)) return false;
-        (roles[i] == 'l' ? call.negated : call.reversed) = value == Py_False;
+        call.negated = value == Py_False;
         break;
       case 'T':
       case 'F':

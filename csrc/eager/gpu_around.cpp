@@ -62,15 +62,12 @@ Spread given(const Tensor& t, const Call& call, Launches& launches) {
   return *spread(launches.hold(t.expand(x.sizes()).contiguous()), x.sizes(), call.shape.axis);
 }
 
-// Those of rows one after another, in the other order if they are reversed.
-Spread rows_at(const void* begin, at::ScalarType dtype, int64_t n, bool reversed = false) {
-  const int64_t last = (n - 1) * static_cast<int64_t>(c10::elementSize(dtype));
-  return {dtype, static_cast<const char*>(begin) + (reversed ? last : 0), 1, n, 0, reversed ? -1 : 1};
+// Those of rows one after another.
+Spread rows_at(const void* begin, at::ScalarType dtype, int64_t n) {
+  return {dtype, static_cast<const char*>(begin), 1, n, 0, 1};
 }
 
-Spread rows_of(const Tensor& t, int64_t n, bool reversed = false) {
-  return rows_at(t.const_data_ptr(), t.scalar_type(), n, reversed);
-}
+Spread rows_of(const Tensor& t, int64_t n) { return rows_at(t.const_data_ptr(), t.scalar_type(), n); }
 
 struct Written {
   at::ScalarType dtype = at::ScalarType::Undefined;
@@ -82,7 +79,6 @@ struct Work {
   Spread v, mask, other;
   Written out, second;
   double sign = 1, fill = 0;
-  bool reversed = false;  // whether the result is written in the other order
 };
 
 // The kernel, which Python has compiled when it is first asked for.
@@ -119,7 +115,7 @@ const Around& around(const Work& work, int64_t n, c10::Device device) {
 bool add(const Work& work, int64_t n, int64_t rows, Launches& launches) {
   const Around& found = around(work, n, launches.device());
   if (found.kernel == nullptr) return false;
-  std::array<Argument, 22> arguments;
+  std::array<Argument, 21> arguments;
   int count = 0;
   const auto pass = [&](int64_t value) { arguments[count++].integer = value; };
   const auto point = [&](const void* address) { arguments[count++].pointer = address; };
@@ -127,9 +123,7 @@ bool add(const Work& work, int64_t n, int64_t rows, Launches& launches) {
     point(each->data);
     for (const int64_t value : {each->inner, each->outer, each->row, each->column}) pass(value);
   }
-  const int64_t last = work.reversed ? (n - 1) * static_cast<int64_t>(c10::elementSize(work.out.dtype)) : 0;
-  point(static_cast<char*>(work.out.data) + last);
-  pass(work.reversed ? -1 : 1);
+  point(work.out.data);
   point(work.second.data);
   pass(rows);
   pass(n);
@@ -163,9 +157,12 @@ std::optional<How> change_of(const Call& call, const Tensor& grad) {
   if (call.which() == kSoftRank && masked) return How::kProduct;
   if (call.which() == kSoftSort && masked) return How::kPlaces;
   const bool aligned = (reinterpret_cast<uintptr_t>(grad.const_data_ptr()) & kAligned) == 0;
-  if (!call.reversed && aligned && call.shape.is_dense(grad)) return std::nullopt;
+  if (aligned && call.shape.is_dense(grad)) return std::nullopt;
   return How::kFill;
 }
+
+// What entries that take no part become.
+double fill_of(const Call& call) { return call.ascending ? kInfinity : -kInfinity; }
 
 }  // namespace
 
@@ -189,7 +186,7 @@ bool before(const Call& call, Launches& launches, Addresses& rows) {
   work.v = given(x, call, launches);
   if (call.mask.defined()) work.mask = given(call.mask, call, launches);
   work.sign = call.negated ? -1 : 1;
-  work.fill = call.which() == kSoftSort && call.reversed ? kInfinity : -kInfinity;
+  work.fill = fill_of(call);
   if (call.which() == kSizes) {
     work.how = How::kSizes;
     work.other = work.v;
@@ -206,9 +203,8 @@ bool before(const Call& call, Launches& launches, Addresses& rows) {
 }
 
 bool is_changed_after(const Call& call) {
-  const bool masked = call.mask.defined(), sorts = call.which() == kSoftSort;
-  return call.which() == kSizes || (masked && call.which() == kSoftRank) ||
-         (sorts && (masked || call.reversed));
+  const bool ranks = call.which() == kSoftRank || call.which() == kSoftSort;
+  return call.which() == kSizes || (call.mask.defined() && ranks);
 }
 
 bool after(const Call& call, Launches& launches, const Addresses& rows, const void* first, Tensor& result) {
@@ -219,12 +215,13 @@ bool after(const Call& call, Launches& launches, const Addresses& rows, const vo
     work.other = given(call.inputs[0], call, launches);
   } else if (call.which() == kSoftRank) {
     work.how = How::kRanks;
+    work.fill = fill_of(call);
     work.other = rows_at(rows[0], call.inputs[0].scalar_type(), n);
-  } else if (call.mask.defined()) {
+  } else {
     work.how = How::kPlaces;
   }
-  if (work.how != How::kSigns && call.mask.defined()) work.mask = given(call.mask, call, launches);
-  work.v = rows_at(first, result.scalar_type(), n, call.reversed);
+  if (work.how != How::kSigns) work.mask = given(call.mask, call, launches);
+  work.v = rows_at(first, result.scalar_type(), n);
   work.out = written(result);
   return add(work, call, launches);
 }
@@ -235,10 +232,9 @@ const void* before_gradient(const Call& call, Launches& launches, const Tensor& 
   Work work;
   work.how = *change;
   if (work.how == How::kSigns) work.other = given(call.inputs[0], call, launches);
-  if (work.how == How::kPlaces) work.other = rows_of(result, call.shape.n, call.reversed);
+  if (work.how == How::kPlaces) work.other = rows_of(result, call.shape.n);
   if (work.how == How::kProduct || work.how == How::kPlaces) work.mask = given(call.mask, call, launches);
   work.v = given(grad, call, launches);
-  work.reversed = call.reversed;
   work.out = taken(grad, launches);
   return add(work, call, launches) ? work.out.data : nullptr;
 }

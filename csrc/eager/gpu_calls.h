@@ -50,7 +50,7 @@ struct Call {
   Tensors inputs;  // what has the rows, and a cost
   Numbers numbers;
   Tensor mask;
-  bool negated = false, reversed = false;
+  bool negated = false, ascending = false;
   Operator which() const { return static_cast<Operator>(signature.facts[0]); }
 };
 

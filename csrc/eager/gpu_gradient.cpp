@@ -117,12 +117,12 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
       } else {
         given.append(one.value);
       }
-    } else if (*role == 'c' || *role == '*') {
+    } else if (*role == 'c' || *role == 'o' || *role == '*') {
       given.append(choices().at(const_cast<Call&>(call).signature.choice(choice++)));
     } else if (*role == 'd') {
       given.append(call.shape.axis);
-    } else if (*role == 'l' || *role == 'r') {
-      given.append(!(*role == 'l' ? call.negated : call.reversed));
+    } else if (*role == 'l') {
+      given.append(!call.negated);
     } else if (*role == 'T' || *role == 'F') {
       given.append(*role == 'T');
     } else if (*role == 'm' && call.mask.defined()) {
@@ -165,7 +165,7 @@ variable_list gradient(const Saved& saved, const Tensor& given) {
 struct Node : torch::autograd::Node {
   Signature signature;
   int64_t axis = -1;
-  bool negated = false, reversed = false;
+  bool negated = false, ascending = false;
   std::array<double, kMostNumbers> values{};
   // the inputs; the mask; the numbers, where they are tensors; the result; its factor
   std::vector<SavedVariable> given;
@@ -199,7 +199,7 @@ struct Node : torch::autograd::Node {
   Saved unpacked(const Next& next) const {
     Saved saved;
     Call& call = saved.call;
-    call.signature = signature, call.negated = negated, call.reversed = reversed;
+    call.signature = signature, call.negated = negated, call.ascending = ascending;
     for (size_t i = 0; i < inputs; ++i) call.inputs.push_back(next());
     call.shape = Shape(call.inputs[0], axis);
     call.mask = next();
@@ -227,7 +227,7 @@ struct Node : torch::autograd::Node {
   // Compiled autograd: the gradient is one function, of which it looks into nothing.
   std::vector<int64_t> facts() const {
     std::vector<int64_t> found(signature.facts.begin(), signature.facts.end());
-    for (const int64_t fact : {axis, int64_t{negated}, int64_t{reversed}, static_cast<int64_t>(inputs)}) {
+    for (const int64_t fact : {axis, int64_t{negated}, int64_t{ascending}, static_cast<int64_t>(inputs)}) {
       found.push_back(fact);
     }
     return found;
@@ -248,7 +248,7 @@ struct Node : torch::autograd::Node {
     const auto facts = packed.unpack<std::vector<int64_t>>();
     const auto end = facts.end() - 4;
     std::copy(facts.begin(), end, node.signature.facts.begin());
-    node.axis = end[0], node.negated = end[1] != 0, node.reversed = end[2] != 0;
+    node.axis = end[0], node.negated = end[1] != 0, node.ascending = end[2] != 0;
     node.inputs = static_cast<size_t>(end[3]);
     const auto values = packed.unpack<std::vector<double>>();
     std::copy(values.begin(), values.end(), node.values.begin());
@@ -301,7 +301,7 @@ void record(const Call& call, const Tensor& first, const Tensor& kept, const Ten
   node->set_next_edges(
       torch::autograd::collect_next_edges(call.inputs[0], call.numbers[0].given, call.numbers[1].given));
   node->signature = call.signature;
-  node->axis = call.shape.axis, node->negated = call.negated, node->reversed = call.reversed;
+  node->axis = call.shape.axis, node->negated = call.negated, node->ascending = call.ascending;
   node->inputs = call.inputs.size();
   node->given.reserve(call.inputs.size() + kMostNumbers + 3);
   for (const Tensor& input : call.inputs) node->given.emplace_back(input, false);

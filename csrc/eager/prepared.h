@@ -25,7 +25,7 @@ namespace khot::gpu {
 //   k  how many, > 0, at most n            i  the same, an integer
 //   t  a number > 0                        c  a CDF without a parameter
 //   *  a choice: a name, a flag or a number, of which the launches depend
-//   l  True, or False for rows that are negated      r  True, or False for a result in the other order
+//   l  True, or False for rows that are negated      o  a choice, too: True, or False for ascending order
 //   T  True   F  False   N  None: others are not plain
 // Numbers (k, i, t) are those of Python or, of the same GPU, tensors with one for each row.
 struct Described {
@@ -36,15 +36,15 @@ constexpr Described kOperators[] = {
     {"topk_mask", "xkdlmN"},
     {"soft_topk_magnitude", "xidt*FNN"},
     {"soft_budget", "xwtdtc**lmFN"},
-    {"soft_rank", "xdtcl**m"},
-    {"soft_sort", "xdtcr**m"},
+    {"soft_rank", "xdtco**m"},
+    {"soft_sort", "xdtco**m"},
     {"selectable", "xdt"},
     {"sizes", "xidt*FmN"},
     {"pareto_sample", "xd**"},
     {"topk", "x*d**"},
 };
 
-constexpr int kMostNumbers = 2, kMostChoices = 3;
+constexpr int kMostNumbers = 2, kMostChoices = 4;
 
 // What decides a launch: the operator (negative: its backward), the device, the dtype, the number of rows,
 // their length, the choices, how the numbers and the cost are given, and whether it is a launch for the

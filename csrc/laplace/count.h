@@ -39,10 +39,11 @@ inline void tails(const double* y, const Finite& finite, const double* levels, c
 }
 
 // With j entries above a level, C = j - a e^(-alpha)/2 + b e^(-beta)/2, where alpha and beta are the
-// distances in tau to its neighbours. places are not written without levels.
+// distances in tau to its neighbours. Without levels places are not written, and ranks may count from the
+// smallest entry.
 template <class R, class C>
-void count_row(const R* x, int64_t n, const double* levels, int64_t m, double tau, Workspace<R>& work,
-               C* count, int32_t* order, int32_t* places) {
+void count_row(const R* x, int64_t n, const double* levels, int64_t m, double tau, bool descending,
+               Workspace<R>& work, C* count, int32_t* order, int32_t* places) {
   work.taken = 0;
   double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take();
   argsort_row(x, n, work, order, y);
@@ -55,7 +56,9 @@ void count_row(const R* x, int64_t n, const double* levels, int64_t m, double ta
   masses(decay, n, above, below);
   if (!levels) {
     for (int64_t p = 0; p < n; ++p) {
-      count[order[p]] = static_cast<C>(static_cast<double>(p + 1) + 0.5 * (below[p] - above[p]));
+      const double place = static_cast<double>(descending ? p + 1 : n - p);
+      const double apart = 0.5 * (below[p] - above[p]);
+      count[order[p]] = static_cast<C>(place + (descending ? apart : -apart));
     }
     return;
   }
@@ -74,10 +77,10 @@ void count_row(const R* x, int64_t n, const double* levels, int64_t m, double ta
 
 // dx_j = sum_i f_ij (v_i - v_j)/tau, as an entry is a level, too. Returns dL/dtau.
 template <bool kTau, class R, class G>
-double rank_backward_row(const G* grad, const int32_t* order, int64_t n, double tau, const double* y,
-                         const double* decay, Workspace<R>& work, R* dx) {
+double rank_backward_row(bool descending, const G* grad, const int32_t* order, int64_t n, double tau,
+                         const double* y, const double* decay, Workspace<R>& work, R* dx) {
   double *v = work.take(), *partial = work.take(), *ones = work.take(), dtau = 0;
-  const double scale = 0.5 / tau;
+  const double scale = (descending ? 0.5 : -0.5) / tau;
   for (int64_t p = 0; p < n; ++p) v[p] = std::isinf(y[p]) ? 0.0 : static_cast<double>(grad[order[p]]);
   sweep<true>(y, decay, v, n, tau, [&](int64_t p, const Passed& above) {
     partial[p] = above.sum, ones[p] = above.ones;
@@ -93,9 +96,9 @@ double rank_backward_row(const G* grad, const int32_t* order, int64_t n, double 
 
 // Writes dL/dx and dL/dlevel. Returns dL/dtau, or 0 where that is not wanted.
 template <bool kTau, class R, class G>
-double count_backward_row(const G* grad, const R* x, const int32_t* order, int64_t n, const double* levels,
-                          const int32_t* places, int64_t m, double tau, Workspace<R>& work, R* dx,
-                          double* dlevel) {
+double count_backward_row(bool descending, const G* grad, const R* x, const int32_t* order, int64_t n,
+                          const double* levels, const int32_t* places, int64_t m, double tau,
+                          Workspace<R>& work, R* dx, double* dlevel) {
   work.taken = 0;
   double *y = work.take(), *decay = work.take();
   for (int64_t p = 0; p < n; ++p) y[p] = x[order[p]];
@@ -105,7 +108,7 @@ double count_backward_row(const G* grad, const R* x, const int32_t* order, int64
     return kNan;
   }
   decays(y, n, tau, decay);
-  if (!levels) return rank_backward_row<kTau>(grad, order, n, tau, y, decay, work, dx);
+  if (!levels) return rank_backward_row<kTau>(descending, grad, order, n, tau, y, decay, work, dx);
   double *above = work.take(), *below = work.take(), *up = work.take(), *down = work.take();
   double *to_above = work.take(), *to_below = work.take();
   masses(decay, n, above, below);

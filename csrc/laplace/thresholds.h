@@ -120,11 +120,12 @@ void thresholds_row(const R* x, int64_t n, const double* levels, int64_t m, doub
   }
 }
 
-// Writes dL/dx and dL/dlevel. Returns dL/dtau, or 0 where that is not wanted.
-template <bool kTau, class R, class G>
-double thresholds_backward_row(const G* grad, const R* x, const int32_t* order, int64_t n,
-                               const double* levels, const int32_t* places, int64_t m, double tau,
-                               Workspace<R>& work, R* dx, double* dlevel) {
+// Writes dL/dx and dL/dlevel. Returns dL/dtau, or 0 where that is not wanted. The gradients of the thresholds
+// are in the order of the levels: a pointer, or an iterator backwards.
+template <bool kTau, class R, class Grads>
+double thresholds_backward_row(Grads grad, const R* x, const int32_t* order, int64_t n, const double* levels,
+                               const int32_t* places, int64_t m, double tau, Workspace<R>& work, R* dx,
+                               double* dlevel) {
   work.taken = 0;
   double *y = work.take(), *decay = work.take(), *above = work.take(), *below = work.take();
   for (int64_t p = 0; p < n; ++p) y[p] = x[order[p]];

@@ -136,16 +136,20 @@ def _rank(
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_rank(input, dim, tau, descending, regularization, mask)
-    x = arguments.rows(input, dim, mask, largest=descending)
-    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
     if by_scans(F):
-        rank = laplace_rank(x, tau)
+        last = -math.inf if descending else math.inf
+        x = arguments.rows(input, dim, mask, fill=last)
+        tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
+        rank = laplace_rank(x, tau, descending)
     else:
+        last = -math.inf
+        x = arguments.rows(input, dim, mask, largest=descending)
+        tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
         rank = (count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
     if mask is not None:
         selected = arguments.mask_rows(mask, input, dim)
         out = (~selected).sum(-1, keepdim=True)
-        rank = torch.where(x == -math.inf, rank - 0.5 * out, rank)  # the masked entries were tied with these
+        rank = torch.where(x == last, rank - 0.5 * out, rank)  # the masked entries were tied with these
         rank = (rank * selected).to(x.dtype)  # unlike torch.where, the product keeps a NaN
     return arguments.unrows(rank, input, dim)
 
@@ -218,11 +222,10 @@ def _sort(
     F = _resolve(method, cdf, regularization)
     if method == "projection":
         return _projected_sort(input, dim, tau, descending, regularization, mask)
-    if by_scans(F):  # F is symmetric, so the ascending order is the descending one, read from the other end
+    if by_scans(F):
         x = arguments.rows(input, dim, mask, fill=-math.inf if descending else math.inf)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
-        t = laplace_sort(x, tau)
-        t = t if descending else t.flip(-1)
+        t = laplace_sort(x, tau, descending)
     else:
         x = arguments.rows(input, dim, mask, largest=descending)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)

@@ -427,6 +427,19 @@ def test_a_mask_is_not_to_be_changed_before_the_gradient(seen: list[recorded.Lau
         y.sum().backward()
 
 
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("operator", [khot.soft_rank, khot.soft_sort])
+def test_either_order_is_a_launch_each_way(
+    operator: Callable[..., Tensor], descending: bool, seen: list[recorded.Launch]
+) -> None:
+    x, call = scores(6, 32), partial(operator, descending=descending)
+    prepare(call, x)
+    seen.clear()
+    with answers(operator.__name__) as answered:
+        with_gradient(call, x, x.flip(0))
+    assert answered == [True] and len(seen) == 2
+
+
 def test_results_may_be_changed_in_place(seen: list[recorded.Launch]) -> None:
     """What is made after the launch is not read again."""
     x, grad = scores(6, 32), scores(6, 32).flip(0)

@@ -206,16 +206,18 @@ def soft_count(cdf: str, centred: bool) -> Kernel:
 
 def laplace(name: str) -> Kernel:
     def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
-        found = on(f"laplace_{name}")(a["x"], None, a["tau"])
-        value, order, place = found[-3:]
-        grads = on(f"laplace_{name}_backward")(
-            a["v"].to(value.dtype), a["x"], order, None, place, a["tau"], True
-        )
-        return value, grads[0], grads[2]
+        results: list[Tensor] = []
+        for descending in (True, False):
+            value, order, place = on(f"laplace_{name}")(a["x"], None, a["tau"], descending)[-3:]
+            dx, _, dtau = on(f"laplace_{name}_backward")(
+                a["v"].to(value.dtype), a["x"], order, None, place, a["tau"], True, descending
+            )
+            results += value, dx, dtau
+        return tuple(results)
 
     return Kernel(
         (f"laplace_{name}", f"laplace_{name}_backward"), call, {"x": normal, "v": normal},
-        {"tau": temperature}, {"x": (NAN,), "tau": TAU}, spoiled=(0,), kinds=PLAIN,
+        {"tau": temperature}, {"x": (NAN,), "tau": TAU}, spoiled=(0, 3), kinds=PLAIN,
     )  # fmt: skip
 
 

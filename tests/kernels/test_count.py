@@ -92,13 +92,13 @@ def test_counts_from_a_sorted_row(dtype: torch.dtype, n: int) -> None:
     ends = torch.tensor([INF, -INF, 1e30]).double().expand(20, 3)
     levels = torch.cat((at, x[:, :7].double(), scattered, ends), -1)
     rest = (levels, tau, "laplace", 0.0, False)
-    got, order, place = torch.ops.khot.laplace_count(x, levels, tau)
+    got, order, place = torch.ops.khot.laplace_count(x, levels, tau, True)
     want = counts.soft_count(x.double(), *rest)
     assert got.dtype == torch.float64 and order.dtype == place.dtype == torch.int32
     compare(got, want, 1e-13 * want)
 
     v = torch.randn(levels.shape, generator=g, dtype=torch.float64)
-    found = torch.ops.khot.laplace_count_backward(v, x, order, levels, place, tau, True)
+    found = torch.ops.khot.laplace_count_backward(v, x, order, levels, place, tau, True, True)
     wanted = counts.soft_count_backward(v, x.double(), *rest)
     size = v.abs().sum(-1) / tau
     rounding = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-13
@@ -112,10 +112,12 @@ def test_what_is_not_a_number_in_a_sorted_row() -> None:
     x = torch.tensor([[1.0, NAN, 0.0]] + [[2.0, 1.0, 0.0]] * 4)
     tau = torch.tensor([1.0, 0.0, -1.0, INF, 1.0], dtype=torch.float64)
     levels = torch.tensor([[0.5, INF, -INF]] * 4 + [[NAN, 0.5, INF]]).double()
-    got, order, place = torch.ops.khot.laplace_count(x, levels, tau)
+    got, order, place = torch.ops.khot.laplace_count(x, levels, tau, True)
     compare(got, counts.soft_count(x.double(), levels, tau, "laplace", 0.0, False), 1e-15)
     assert got[:4].isnan().all() and got[4].isnan().tolist() == [True, False, False]
-    found = torch.ops.khot.laplace_count_backward(torch.ones_like(levels), x, order, levels, place, tau, True)
+    found = torch.ops.khot.laplace_count_backward(
+        torch.ones_like(levels), x, order, levels, place, tau, True, True
+    )
     assert all(t.isnan().all() for t in found)
 
 

@@ -319,10 +319,10 @@ def level_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     levels = chosen + tau.unsqueeze(-1) * 3 * torch.randn(chosen.shape, generator=g).double()
     levels[:, 0], levels[:, 1] = x[:, 0].double(), INF
     grad = torch.randn(levels.shape, generator=g).double()
-    count, order, place = torch.ops.khot.laplace_count(x, levels, tau)
+    count, order, place = torch.ops.khot.laplace_count(x, levels, tau, True)
     rest = (levels, tau, "laplace", 0.0, False)
     found = {"counts": (far(count, soft_count.soft_count(x.double(), *rest)) / (1e-12 * n)).amax(-1)}
-    got = torch.ops.khot.laplace_count_backward(grad, x, order, levels, place, tau, True)
+    got = torch.ops.khot.laplace_count_backward(grad, x, order, levels, place, tau, True, True)
     true = soft_count.soft_count_backward(grad, x.double(), *rest)
     unit = grad.abs().sum(-1) / tau
     limits = (2 * torch.finfo(x.dtype).eps + 1e-12, 1e-12 * n, 1e-12 * n)

@@ -286,13 +286,13 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (64, 255), lambda x: khot.soft_permutation(x, tau=torch.empty(64, device="cuda"), descending=True),
         [1, 0], [1, 0],
     ),
-    "soft_rank": ((4096, 64), khot.soft_rank, [1, 1], [1, 1]),
+    "soft_rank": ((4096, 64), khot.soft_rank, [1, 0], [1, 0]),
     "soft_rank, descending": ((4096, 64), partial(khot.soft_rank, descending=True), [1, 0], [1, 0]),
     "soft_rank, normal, descending": (
         (4096, 64), partial(khot.soft_rank, cdf="normal", descending=True), [1, 2], [3, 2],
     ),
-    "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [5, 1], [1, 1]),
-    "soft_sort": ((4096, 64), khot.soft_sort, [1, 1], [1, 1]),
+    "soft_rank (64, 8_192)": ((64, 8_192), khot.soft_rank, [5, 0], [1, 0]),
+    "soft_sort": ((4096, 64), khot.soft_sort, [1, 0], [1, 0]),
     "soft_sort (64, 8_192), descending": (
         (64, 8_192), partial(khot.soft_sort, descending=True), [6, 0], [2, 2],
     ),

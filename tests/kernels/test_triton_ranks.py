@@ -85,6 +85,11 @@ def check_ranks(kernels: ModuleType, x: Tensor, tau: Tensor, eps: float = 0.0) -
     most = size.amax(-1, keepdim=True)
     assert ((dx.double() - want_dx).abs() <= (ROUNDED + eps) * most + 1e-30).all()
     assert ((dtau - want_dtau).abs() <= 2 * ROUNDED * (want_dtau.abs() + most[:, 0]) + 1e-30).all()
+    rank, index, _ = kernels.laplace_count(x, None, tau, False)
+    want = pairs(-x, tau, v)[0]
+    assert ((rank.double() - want).abs() <= (5e-7 + eps) * want).all() and torch.equal(index, order)
+    other = kernels.laplace_count_backward(v, x, order, None, place, tau, True, False)
+    assert torch.equal(other[0], -dx) and torch.equal(other[2], -dtau)
 
 
 @pytest.mark.parametrize("n", [1, 2, 33])
@@ -206,6 +211,11 @@ def check_sorts(kernels: ModuleType, x: Tensor, tau: Tensor, eps: float = 0.0, w
     assert torch.equal(order, reference.laplace_thresholds(x, None, tau)[2]) and place.dtype == torch.int32
     dx, _, dtau = kernels.laplace_thresholds_backward(v, x, order, None, place, tau, want_tau)
     assert dx.dtype == x.dtype and dtau.dtype == torch.float64
+    _, ascending, *places = kernels.laplace_thresholds(x, None, tau, False)
+    assert torch.equal(ascending, t.flip(-1)) and all(map(torch.equal, places, (order, place)))
+    given = v.flip(-1), x, order, None, place, tau, want_tau
+    other, _, by_tau = kernels.laplace_thresholds_backward(*given, False)
+    assert torch.equal(other, dx) and (not want_tau or torch.equal(by_tau, dtau))
     finite = x.isfinite()
     for row in range(len(x)):
         y = x[row : row + 1, finite[row]]

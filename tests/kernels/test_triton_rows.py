@@ -218,3 +218,7 @@ def test_laplace_rank(
         # the interpreter cuts digits off where it stores bfloat16, and a device rounds
         assert error(rank, want) <= {torch.float64: 1e-13, torch.float32: 1e-7}.get(dtype, 2**-7)
         assert torch.equal(order, wanted)
+        rank, want = (
+            each(given, None, tau, False)[0] for each in (kernels.laplace_count, scans.laplace_count)
+        )
+        assert error(rank, want) <= {torch.float64: 1e-13, torch.float32: 1e-7}.get(dtype, 2**-7)

@@ -38,14 +38,14 @@ def laplace_count(x: Tensor, levels: Tensor, tau: Tensor) -> Tensor:
         levels: (*batch, m), or (m,) for the same levels in every row.
         tau: broadcasts with batch.
     """
-    count: Tensor = _laplace_count(x, levels, tau)[0]
+    count: Tensor = _laplace_count(x, levels, tau, True)[0]
     return count
 
 
-def laplace_rank(x: Tensor, tau: Tensor) -> Tensor:
+def laplace_rank(x: Tensor, tau: Tensor, descending: bool = True) -> Tensor:
     """r_i = ½ + Σ_j F((x_j − x_i)/τ), 1 for the largest: C at each entry, which counts itself as 1. In x's
-    dtype."""
-    rank: Tensor = _laplace_count(x, None, tau)[0]
+    dtype. Otherwise n + 1 − r_i, the ranks of −x."""
+    rank: Tensor = _laplace_count(x, None, tau, descending)[0]
     return rank
 
 
@@ -65,7 +65,7 @@ def laplace_thresholds(x: Tensor, levels: Tensor, tau: Tensor) -> tuple[Tensor, 
     Returns:
         hi, a constant, and lo, which carries the derivatives.
     """
-    hi, lo, _, _ = _laplace_thresholds(x, levels, tau)
+    hi, lo, _, _ = _laplace_thresholds(x, levels, tau, True)
     return hi, lo
 
 
@@ -85,9 +85,9 @@ def laplace_integral(y: Tensor, weight: Tensor) -> Tensor:
     return straight + (scan(weight, decay, False) + scan(weight, decay, True)) / 2
 
 
-def laplace_sort(x: Tensor, tau: Tensor) -> Tensor:
-    """The thresholds of the levels i − ½, in x's dtype, the largest first."""
-    t: Tensor = _laplace_thresholds(x, None, tau)[1]
+def laplace_sort(x: Tensor, tau: Tensor, descending: bool) -> Tensor:
+    """The thresholds of the levels i − ½, in x's dtype, in this order."""
+    t: Tensor = _laplace_thresholds(x, None, tau, descending)[1]
     return t
 
 
@@ -99,22 +99,23 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        x, levels, tau = inputs
+        x, levels, tau, ctx.descending = inputs
         *_, order, place = outputs
         return x, order, levels, place, tau
 
 
 def _gradients(
     ctx: Any, saved: tuple[Tensor, ...], dx: Tensor, dlevels: Tensor | None, dtau: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
     """In the shapes and dtypes of the arguments; None of what is not wanted. What is saved is read once, as
     checkpoints ask for."""
     _, _, levels, _, tau = saved
-    _, want_levels, want_tau = ctx.needs_input_grad
+    _, want_levels, want_tau, _ = ctx.needs_input_grad
     return (
         dx,
         dlevels.sum_to_size(levels.shape).to(levels.dtype) if want_levels and dlevels is not None else None,
         dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None,
+        None,
     )
 
 
@@ -125,14 +126,15 @@ class _Count(_Rule):
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[2]
         if by_kernel():
-            return _gradients(ctx, saved, *_laplace_count_backward(grad, *saved, want_tau))
-        return _gradients(ctx, saved, *kernels.vjp_count(grad, *saved, scan=scan))
+            return _gradients(ctx, saved, *_laplace_count_backward(grad, *saved, want_tau, ctx.descending))
+        return _gradients(ctx, saved, *kernels.vjp_count(grad, *saved, descending=ctx.descending, scan=scan))
 
     @staticmethod
     def jvp(
         ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[Tensor, None, None]:
-        return kernels.jvp_count(dx, dlevels, dtau, *ctx.saved_tensors, scan=scan), None, None
+        saved, descending = ctx.saved_tensors, ctx.descending
+        return kernels.jvp_count(dx, dlevels, dtau, *saved, descending=descending, scan=scan), None, None
 
 
 class _CentredRank(Rule):
@@ -151,7 +153,7 @@ class _CentredRank(Rule):
         saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[1]
         tau = saved[-1]
         if by_kernel():
-            dx, __, dtau = _laplace_count_backward(grad, *saved, want_tau)
+            dx, __, dtau = _laplace_count_backward(grad, *saved, want_tau, True)
         else:
             dx, __, dtau = kernels.vjp_count(grad, *saved, scan=scan)
         return dx, dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None
@@ -170,24 +172,33 @@ class _Thresholds(_Rule):
     def vjp(ctx: Any, _: Any, grad: Tensor, *__: Any) -> tuple[Any, ...]:
         saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[2]
         if by_kernel():
-            return _gradients(ctx, saved, *_laplace_thresholds_backward(grad, *saved, want_tau))
-        return _gradients(ctx, saved, *kernels.vjp_thresholds(grad, *saved, scan=scan))
+            found = _laplace_thresholds_backward(grad, *saved, want_tau, ctx.descending)
+            return _gradients(ctx, saved, *found)
+        return _gradients(
+            ctx, saved, *kernels.vjp_thresholds(grad, *saved, descending=ctx.descending, scan=scan)
+        )
 
     @staticmethod
     def jvp(
         ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[None, Tensor, None, None]:
-        return None, kernels.jvp_thresholds(dx, dlevels, dtau, *ctx.saved_tensors, scan=scan), None, None
+        saved, descending = ctx.saved_tensors, ctx.descending
+        return (
+            None,
+            kernels.jvp_thresholds(dx, dlevels, dtau, *saved, descending=descending, scan=scan),
+            None,
+            None,
+        )
 
 
-def _count_fake(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _count_fake(x: Tensor, levels: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     count = _for_levels(x, levels)
     places = (*x.shape[:-1], 0) if levels is None else count.shape
     order, place = (x.new_empty(shape, dtype=torch.int32) for shape in (x.shape, places))
     return count, order, place
 
 
-def _thresholds_fake(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _thresholds_fake(x: Tensor, levels: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lo = _for_levels(x, levels)
     hi = x.new_empty((*x.shape[:-1], 0) if levels is None else lo.shape, dtype=wide_dtype(x.device))
     order, place = (x.new_empty(shape, dtype=torch.int32) for shape in (x.shape, lo.shape))
@@ -209,10 +220,10 @@ def _backward_fake(
     return x.new_empty(x.shape), dlevels, dtau
 
 
-_FORWARD = "(Tensor x, Tensor? levels, Tensor tau) -> (Tensor, Tensor, Tensor{})"
+_FORWARD = "(Tensor x, Tensor? levels, Tensor tau, bool descending) -> (Tensor, Tensor, Tensor{})"
 _BACKWARD = (
-    "(Tensor grad, Tensor x, Tensor order, Tensor? levels, Tensor place, Tensor tau, bool want_tau) "
-    "-> (Tensor, Tensor, Tensor)"
+    "(Tensor grad, Tensor x, Tensor order, Tensor? levels, Tensor place, Tensor tau, bool want_tau, "
+    "bool descending) -> (Tensor, Tensor, Tensor)"
 )
 
 _laplace_count = define("laplace_count", _FORWARD.format(""), kernels.laplace_count, _count_fake, _Count)

@@ -144,7 +144,7 @@ def _bad(x: Tensor, s: _Sorted) -> Tensor:
 
 
 def laplace_count(
-    x: Tensor, levels: Tensor | None, tau: Tensor, scan: Scan = decay_scan
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """C(b) = Σ_j F((x_j − b)/τ) for Laplace's F, at many levels b of a row.
 
@@ -158,6 +158,7 @@ def laplace_count(
             r_i = ½ + Σ_j F((x_j − x_i)/τ), the counts at the entries, each of which counts itself as 1. Equal
             entries, infinite ones among them, share the mean of their ranks.
         tau: broadcasts with batch.
+        descending: False for ranks that count from the smallest entry, n + 1 − r_i. Not for levels.
 
     Returns:
         The counts, (*batch, m) in the dtype of `precision.wide_dtype`, but the ranks in x's; the int32
@@ -167,8 +168,10 @@ def laplace_count(
     s = _sorted(x, None, tau, scan)
     bad, order = _bad(x, s), s.order.int()
     if levels is None:
-        place = torch.arange(1, x.shape[-1] + 1, dtype=s.y.dtype, device=x.device)
-        rank = (place + 0.5 * (s.down - s.up)).masked_fill(bad, math.nan)
+        n, apart = x.shape[-1], 0.5 * (s.down - s.up)
+        ends = (1, n + 1, 1) if descending else (n, 0, -1)
+        place = torch.arange(*ends, dtype=s.y.dtype, device=x.device)
+        rank = (place + (apart if descending else -apart)).masked_fill(bad, math.nan)
         return _unsort(rank, s.order).to(x.dtype), order, order.new_empty((*x.shape[:-1], 0))
     levels = widen(levels).expand(*x.shape[:-1], levels.shape[-1])
     y = widen(x).gather(-1, s.order)
@@ -192,7 +195,7 @@ def laplace_centred_rank(
         The centred ranks, in x's dtype, at least float32, and the int32 indices that sort x in descending
         order.
     """
-    rank, order, _ = count(widen(x), None, tau)
+    rank, order, _ = count(widen(x), None, tau, True)
     there = x != -math.inf
     rank = torch.where(there, rank - 0.5 * (there.sum(-1, keepdim=True) + 1), 0)
     return rank.to(torch.promote_types(x.dtype, torch.float32)).contiguous(), order
@@ -206,21 +209,30 @@ def laplace_count_backward(
     place: Tensor,
     tau: Tensor,
     want_tau: bool,
+    descending: bool = True,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels (*batch, m) and τ (batch). Without levels theirs is empty, and that of τ
     may hold anything unless it is wanted."""
-    return _with_levels(*vjp_count(grad, x, order, levels, place, tau, scan=scan))
+    return _with_levels(*vjp_count(grad, x, order, levels, place, tau, descending=descending, scan=scan))
 
 
 def vjp_count(
-    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, *, scan: Scan
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    levels: Tensor | None,
+    place: Tensor,
+    tau: Tensor,
+    *,
+    descending: bool = True,
+    scan: Scan,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Reverse mode: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ. All entries on one side of a
     level get their share through the one next to it."""
     s = _sorted(x, order, tau, scan)
     if levels is None:  # ∂r/∂x is symmetric
-        v = widen(grad).gather(-1, s.order)
+        v = widen(grad if descending else -grad).gather(-1, s.order)
         return _unsort(_spread(v, s, scan), s.order).to(x.dtype), None, (v * _rank_in_tau(s, scan)).sum(-1)
     d = _around(levels, place, s, scan)
     v = widen(grad).masked_fill(levels.isinf(), 0) / s.tau.unsqueeze(-1)
@@ -242,6 +254,7 @@ def jvp_count(
     place: Tensor,
     tau: Tensor,
     *,
+    descending: bool = True,
     scan: Scan,
 ) -> Tensor:
     """Forward mode."""
@@ -252,7 +265,7 @@ def jvp_count(
         rank = torch.zeros_like(s.y) if v is None else _spread(v, s, scan)
         if dtau is not None:
             rank = rank + _rank_in_tau(s, scan) * by_tau
-        return _unsort(rank, s.order).to(x.dtype)
+        return _unsort(rank if descending else -rank, s.order).to(x.dtype)
     d = _around(levels, place, s, scan)
     out = torch.zeros_like(d.density)
     if v is not None:
@@ -319,7 +332,7 @@ def _around(levels: Tensor, place: Tensor, s: _Sorted, scan: Scan) -> _Around:
 
 
 def laplace_thresholds(
-    x: Tensor, levels: Tensor | None, tau: Tensor, scan: Scan = decay_scan
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """t = hi + lo with C(t) = level, for many levels of a row.
 
@@ -333,12 +346,14 @@ def laplace_thresholds(
         levels: (*batch, m), or (m,) for the same levels in every row; or None for the soft sort, the
             thresholds of the levels i − ½ in descending order.
         tau: broadcasts with batch.
+        descending: False for the soft sort in ascending order. Not for levels.
 
     Returns:
         hi and lo, (*batch, m), both ±`greatest` where t = ±inf, that is, where no finite entry is counted or
         all of them are; the int32 indices that sort x in descending order; and the int32 number of entries
         above t. hi and lo are NaN in rows with a NaN or with a τ that is not positive, and for a level that
-        is NaN. For the soft sort hi is empty, and lo is t in x's dtype.
+        is NaN. For the soft sort hi is empty, and lo is t in x's dtype; the last result is in descending
+        order always.
     """
     batch, n = x.shape[:-1], x.shape[-1]
     asked = _asked(levels, x).expand(*batch, -1)
@@ -361,7 +376,8 @@ def laplace_thresholds(
             t.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan) for t in (hi, lo)
         )
     if levels is None:
-        return hi.new_empty((*batch, 0)), (hi + lo).to(x.dtype), order, place.int()
+        t = (hi + lo).to(x.dtype)
+        return hi.new_empty((*batch, 0)), t if descending else t.flip(-1), order, place.int()
     return hi, lo, order, place.int()
 
 
@@ -382,18 +398,27 @@ def laplace_thresholds_backward(
     place: Tensor,
     tau: Tensor,
     want_tau: bool,
+    descending: bool = True,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`laplace_count_backward`, from the gradient of lo."""
-    return _with_levels(*vjp_thresholds(grad, x, order, levels, place, tau, scan=scan))
+    return _with_levels(*vjp_thresholds(grad, x, order, levels, place, tau, descending=descending, scan=scan))
 
 
 def vjp_thresholds(
-    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, *, scan: Scan
+    grad: Tensor,
+    x: Tensor,
+    order: Tensor,
+    levels: Tensor | None,
+    place: Tensor,
+    tau: Tensor,
+    *,
+    descending: bool = True,
+    scan: Scan,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Reverse mode: with w = f/Σf at t, ∂t/∂x = w, ∂t/∂τ = −Σ w z and ∂t/∂level = −τ/Σf."""
     s, g, d = _linearize(x, order, levels, place, tau, scan)
-    v = widen(grad).masked_fill(~g.live, 0)
+    v = widen(grad if descending else grad.flip(-1)).masked_fill(~g.live, 0)
     zero = torch.zeros_like(s.y)
     up = zero.scatter_add(-1, g.above, v * d.share_above / g.a)
     down = zero.scatter_add(-1, g.below, v * d.share_below / g.b)
@@ -412,6 +437,7 @@ def jvp_thresholds(
     place: Tensor,
     tau: Tensor,
     *,
+    descending: bool = True,
     scan: Scan,
 ) -> Tensor:
     """Forward mode: the tangent of t."""
@@ -426,7 +452,9 @@ def jvp_thresholds(
     if dlevels is not None:
         out = out - _over_density(dlevels.expand(out.shape), g, d, s.tau)
     out = out.masked_fill(~g.live, 0)
-    return out.to(x.dtype) if levels is None else out
+    if levels is not None:
+        return out
+    return (out if descending else out.flip(-1)).to(x.dtype)
 
 
 class _Segment(NamedTuple):

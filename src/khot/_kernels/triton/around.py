@@ -1,5 +1,5 @@
 """What a plain call does to its rows before and after the kernel of its operator, in a launch each: masks,
-signs, the order of a result, and rows that do not lie one after another.
+signs, and rows that do not lie one after another.
 
 In the ordinary way torch's own operations do it, with the same results. The extension for plain calls
 (``csrc/eager/gpu_around.cpp``) starts this kernel; Python only has it compiled.
@@ -27,7 +27,7 @@ HOW = {
     "fill": 0,  # v, or −v; and the other's entry beside it, if there is a second result
     "sizes": 1,  # |v| by the sign of the other
     "signs": 2,  # v with the sign of the other, also where the mask is False
-    "ranks": 3,  # v; with −inf beside it, less half the number of entries where the mask is False
+    "ranks": 3,  # v; with ``fill`` beside it, less half the number of entries where the mask is False
     "product": 4,  # v times the mask, which keeps NaN; or times the other, if there is one
     "places": 5,  # v in the first places, as many as the mask is True in; beside NaN in the others, too
 }
@@ -44,7 +44,7 @@ def _entries(pointer, inner, outer, row_stride, column_stride, row, column):
 
 @triton.jit(
     do_not_specialize=[
-        *(f"{name}_{integer}" for name in SPREAD for integer in INTEGERS), "out_column", "rows", "n",
+        *(f"{name}_{integer}" for name in SPREAD for integer in INTEGERS), "rows", "n",
     ],
     do_not_specialize_on_alignment=[f"{name}_pointer" for name in (*SPREAD, "out", "second")],
 )  # fmt: skip
@@ -52,7 +52,7 @@ def _around(
     v_pointer, v_inner: tl.int64, v_outer: tl.int64, v_row: tl.int64, v_column: tl.int64,
     mask_pointer, mask_inner: tl.int64, mask_outer: tl.int64, mask_row: tl.int64, mask_column: tl.int64,
     other_pointer, other_inner: tl.int64, other_outer: tl.int64, other_row: tl.int64, other_column: tl.int64,
-    out_pointer, out_column: tl.int64, second_pointer, rows: tl.int64, n: tl.int64, sign, fill,
+    out_pointer, second_pointer, rows: tl.int64, n: tl.int64, sign, fill,
     HOW: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program, chunks = tl.program_id(0).to(tl.int64), (n + WIDTH - 1) // WIDTH
@@ -92,10 +92,10 @@ def _around(
             start += WIDTH
         if HOW == RANKS:
             less = wide - 0.5 * (n - count).to(tl.float32)
-            result = tl.where(beside == float("-inf"), less, wide) * tl.where(taken, 1.0, 0.0)
+            result = tl.where(beside == fill, less, wide) * tl.where(taken, 1.0, 0.0)
         else:
             result = tl.where((column < count) | (beside != beside), wide, 0.0)
-    tl.store(out_pointer + row * n + column * out_column, result.to(out_pointer.dtype.element_ty), mask=there)
+    tl.store(out_pointer + row * n + column, result.to(out_pointer.dtype.element_ty), mask=there)
     if second_pointer is not None:
         tl.store(second_pointer + row * n + column, tl.where(taken, other, 0), mask=there)
 
@@ -121,7 +121,7 @@ def compiled(
     )
     start = variant(_around, HOW=HOW[how], TOGETHER=together, WIDTH=width, num_warps=4)
     spread = (1, 0, 0, 0)
-    arguments = (v, *spread, mask, *spread, other, *spread, out, 1, second, 0, n, 1.0, 0.0)
+    arguments = (v, *spread, mask, *spread, other, *spread, out, second, 0, n, 1.0, 0.0)
     start(1, *arguments)
     return start.table, arguments, together, width
 

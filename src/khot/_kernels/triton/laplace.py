@@ -15,11 +15,13 @@ from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import ranks, scans, sorts
 
 
-def laplace_count(x: Tensor, levels: Tensor | None, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def laplace_count(
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """`laplace.laplace_count`, in Triton."""
     if levels is not None:
-        return reference.laplace_count(x, levels, tau, scans.decay_scan)
-    rank, order = (ranks if ranks.serves(x, True) else scans).laplace_rank(x, tau)
+        return reference.laplace_count(x, levels, tau, scan=scans.decay_scan)
+    rank, order = (ranks if ranks.serves(x, True) else scans).laplace_rank(x, tau, descending)
     return rank, order, order.new_empty((*x.shape[:-1], 0))
 
 
@@ -31,34 +33,36 @@ def laplace_centred_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def laplace_count_backward(
-    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool,
+    descending: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`laplace.laplace_count_backward`, in Triton."""
     if levels is not None or not ranks.serves(x, True):
         return reference.laplace_count_backward(
-            grad, x, order, levels, place, tau, want_tau, scans.decay_scan
+            grad, x, order, levels, place, tau, want_tau, descending, scans.decay_scan
         )
-    dx, dtau = ranks.laplace_rank_backward(grad, x, order, tau, want_tau)
+    dx, dtau = ranks.laplace_rank_backward(grad, x, order, tau, want_tau, descending)
     return dx, dtau.new_empty((*dtau.shape, 0)), dtau
 
 
 def laplace_thresholds(
-    x: Tensor, levels: Tensor | None, tau: Tensor
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`laplace.laplace_thresholds`, in Triton."""
     if levels is not None or not ranks.serves(x, True):
-        return reference.laplace_thresholds(x, levels, tau, scans.decay_scan)
-    t, order, place = sorts.laplace_sort(x, tau)
+        return reference.laplace_thresholds(x, levels, tau, descending, scans.decay_scan)
+    t, order, place = sorts.laplace_sort(x, tau, descending)
     return t.new_empty((*x.shape[:-1], 0), dtype=torch.float64), t, order, place
 
 
 def laplace_thresholds_backward(
-    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool,
+    descending: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`laplace.laplace_thresholds_backward`, in Triton."""
     if levels is not None or not ranks.serves(x, not want_tau):
         return reference.laplace_thresholds_backward(
-            grad, x, order, levels, place, tau, want_tau, scans.decay_scan
+            grad, x, order, levels, place, tau, want_tau, descending, scans.decay_scan
         )
-    dx, dtau = sorts.laplace_sort_backward(grad, x, order, place, tau, want_tau)
+    dx, dtau = sorts.laplace_sort_backward(grad, x, order, place, tau, want_tau, descending)
     return dx, dtau.new_empty((*dtau.shape, 0)), dtau

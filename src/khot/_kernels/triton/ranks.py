@@ -32,12 +32,12 @@ from khot._kernels.triton.selection import ordered
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = [
-    "CHOICES",
     "KERNELS",
     "SHORT",
     "across",
     "both_sums",
     "centred_places",
+    "choices",
     "entries_of",
     "finite",
     "laplace_rank",
@@ -60,8 +60,6 @@ BIG = tl.constexpr(torch.finfo(torch.float32).max)  # stands for an infinite sco
 FAR = tl.constexpr(reference.FAR)
 # What a kernel gives of a row: ranks, ranks less their mean, or hard ranks less their mean.
 RANK, CENTRED, PLACE = (tl.constexpr(i) for i in range(3))
-#: the choices of the public calls that come here: cdf, method and regularization
-CHOICES = ("laplace", "count", "l2")
 # τ within these has a reciprocal in float32. Where it is cut, all scores are equal or infinitely far apart.
 LEAST, GREATEST = tl.constexpr(1e-37), tl.constexpr(1e37)
 
@@ -143,7 +141,8 @@ def _carried(y, c, m, s, to, KIND: tl.constexpr):
 
 @triton.jit
 def _rank_of(place, count, above, below, KIND: tl.constexpr):
-    """From the sums of :func:`_sums_of`; place counts from 1, and count entries take part."""
+    """From the sums of :func:`_sums_of`; place counts from 1, and count entries take part. Of a place that
+    counts from below, the sums are those below each entry and above it."""
     if KIND == RANK:
         rank = place + 0.5 * (below - above)
     elif KIND == CENTRED:
@@ -216,7 +215,7 @@ def _rank_rows(
     x_pointer, x_stride, value_pointer, value_row, value_column, tau_pointer, tau_stride, tau_high, tau_low,
     out_pointer, index_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """Ranks of the scores x; places in the order of other values, without the entries whose score is −inf."""
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
@@ -242,6 +241,8 @@ def _rank_rows(
         one = tl.where(place <= count, 1.0, zero)
     y = tl.where(one > 0, y if KIND == PLACE else finite(y), 0.0)
     above, below = _sums_of(y, zero + wide(c, TOGETHER), one, AXIS, KIND)
+    if not DESCENDING:
+        place, above, below = across((n - column).to(tl.float32), TOGETHER), below, above
     rank = _rank_of(place, count, above, below, KIND) + wide(poison, TOGETHER)
     if KIND != RANK:
         rank = tl.where(one > 0, rank, 0.0)
@@ -256,6 +257,7 @@ def _pull_ranks(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
     index_pointer, dx_pointer, dtau_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr,
+    DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """∂r/∂x is symmetric: dL/dx_i = Σ_j f_ij (v_j − v_i)/τ. Across the gap between two neighbours flows what
     the entries on either side pull the others, a product of their sums, and −dL/dτ = Σ gap/τ · flow: no sum
@@ -277,7 +279,7 @@ def _pull_ranks(
     v, one, c = tl.where(free, v, 0.0), tl.where(free, 1.0, zero), zero + wide(1 / tau * LOG2E, TOGETHER)
     _, _, _, up, w_up = tl.associative_scan((y, c, v, one, zero), AXIS, _differences)
     _, _, _, down, w_down = tl.associative_scan((y, c, v, one, zero), AXIS, _differences, reverse=True)
-    half = 0.5 / tau
+    half = (0.5 if DESCENDING else -0.5) / tau
     dx = tl.where(free, (w_up + w_down) * wide(half, TOGETHER) + wide(poison, TOGETHER), 0.0)
     tl.store(dx_pointer + base + order, dx.to(dx_pointer.dtype.element_ty), mask=valid)
     if ASKED:
@@ -318,7 +320,8 @@ def _values(y_at, column, first, n, count, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=["parts"])
 def _rank_long_rows(
     y_pointer, order_pointer, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer,
-    index_pointer, sums_pointer, note_pointer, n, parts, CHUNK: tl.constexpr, KIND: tl.constexpr,
+    index_pointer, sums_pointer, note_pointer, n, parts,
+    CHUNK: tl.constexpr, KIND: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """y are the sorted values, in which −inf stands for entries that take no part; x are the scores. With
     sums it leaves, in place of ranks, what these are made of, in sorted order."""
@@ -365,7 +368,10 @@ def _rank_long_rows(
         s_below = tl.load(note_at + part * 3 + 4, mask=more, other=0.0)
         m_below = tl.load(note_at + part * 3 + 5, mask=more, other=0.0)
         down += _carried(y_below, c, m_below, s_below, y, KIND)
-        rank = _rank_of((column + 1).to(tl.float32), count, up, down, KIND) + poison
+        if DESCENDING:
+            rank = _rank_of((column + 1).to(tl.float32), count, up, down, KIND) + poison
+        else:
+            rank = _rank_of((n - column).to(tl.float32), count, down, up, KIND) + poison
         if KIND == CENTRED:
             rank = tl.where(one > 0, rank, 0.0)
         if KIND == PLACE:  # the last values may be those of entries that take part, and of others
@@ -400,7 +406,7 @@ def _scored(index_at, x_at, grad_at, grad_column, column, valid):
 def _pull_long_ranks(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
     index_pointer, dx_pointer, dtau_pointer, note_pointer, n, parts,
-    CHUNK: tl.constexpr, ASKED: tl.constexpr,
+    CHUNK: tl.constexpr, ASKED: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_pull_ranks`."""
     row = tl.program_id(0).to(tl.int64)
@@ -409,7 +415,7 @@ def _pull_long_ranks(
     x_at, grad_at = x_pointer + row * x_stride, grad_pointer + row * grad_row
     first = tl.load(x_at + tl.load(index_at).to(tl.int64)).to(tl.float32)  # a NaN would be here
     poison += tl.where(first == first, 0.0, first)
-    c, s, half = 1 / tau * LOG2E, tau * 0, 0.5 / tau
+    c, s, half = 1 / tau * LOG2E, tau * 0, (0.5 if DESCENDING else -0.5) / tau
     y_below, v_below, w = s, s, s
     for i in range(1, parts):
         part = parts - i
@@ -486,10 +492,17 @@ def tile(n: int) -> dict[str, Any]:
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
-def laplace_rank(x: Tensor, tau: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
+def choices(descending: bool) -> tuple[str | bool, ...]:
+    """Those of the public calls that come here: cdf, order, method and regularization."""
+    return "laplace", descending, "count", "l2"
+
+
+def laplace_rank(
+    x: Tensor, tau: Tensor, descending: bool = True, centred: bool = False
+) -> tuple[Tensor, Tensor]:
     """The ranks, or these less their mean in float32, and the order of the entries."""
     out = x.new_empty(x.shape, dtype=torch.float32 if centred else x.dtype)
-    order = _rank(x, None, tau, out, (CENTRED if centred else RANK).value)
+    order = _rank(x, None, tau, out, (CENTRED if centred else RANK).value, descending)
     assert order is not None
     return out, order
 
@@ -503,7 +516,7 @@ def sorted_sums(y: Tensor, order: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     launch(
         _rank_long_rows, y.numel() // n,
         y, order, y, n, *layout.values(tau, y.shape[:-1], y.device), None, index, sums, room, n, parts,
-        CHUNK=CHUNK, KIND=RANK.value, num_warps=WARPS,
+        CHUNK=CHUNK, KIND=RANK.value, DESCENDING=True, num_warps=WARPS,
     )  # fmt: skip
     return sums, order if index is None else index
 
@@ -516,11 +529,13 @@ def _narrow(order: Tensor) -> Tensor | None:
 def centred_places(value: Tensor, x: Tensor) -> Tensor:
     """`ranking_losses.centred_places`, of values that float32 has."""
     out = x.new_empty(x.shape, dtype=torch.float32)
-    _rank(x, value, None, out, PLACE.value)
+    _rank(x, value, None, out, PLACE.value, True)
     return out
 
 
-def _rank(x: Tensor, value: Tensor | None, tau: Tensor | None, out: Tensor, kind: int) -> Tensor | None:
+def _rank(
+    x: Tensor, value: Tensor | None, tau: Tensor | None, out: Tensor, kind: int, descending: bool
+) -> Tensor | None:
     """Writes the ranks, and gives the order of the entries, unless they are places."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
@@ -534,22 +549,23 @@ def _rank(x: Tensor, value: Tensor | None, tau: Tensor | None, out: Tensor, kind
         launch(
             _rank_long_rows, rows,
             y, order, scores, stride, *scale, out, index, None, room, n, parts,
-            CHUNK=CHUNK, KIND=kind, num_warps=WARPS,
+            CHUNK=CHUNK, KIND=kind, DESCENDING=descending, num_warps=WARPS,
         )  # fmt: skip
         return order if index is None else index
     which = tile(n)
     index = None if kind == PLACE.value else x.new_empty(x.shape, dtype=torch.int32)
     given = (None, 0, 0) if value is None else layout.matrix(value, x)
-    ranker = variant(_rank_rows, **which, DOUBLES=layout.compares_doubles(x.device), KIND=kind)
+    which |= {"DOUBLES": layout.compares_doubles(x.device), "KIND": kind, "DESCENDING": descending}
+    ranker = variant(_rank_rows, **which)
     programs, arguments = cdiv(rows, which["TOGETHER"]), (scores, stride, *given, *scale, out, index, rows, n)
     ranker(programs, *arguments)
     if kind == RANK.value:
-        native.prepare("soft_rank", scores, ranker, programs, arguments, *CHOICES)
+        native.prepare("soft_rank", scores, ranker, programs, arguments, *choices(descending))
     return index
 
 
 def laplace_rank_backward(
-    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, want_tau: bool
+    grad: Tensor, x: Tensor, order: Tensor, tau: Tensor, want_tau: bool, descending: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The gradients in x and τ; that of τ holds anything unless it is wanted."""
     batch, n = x.shape[:-1], x.shape[-1]
@@ -560,13 +576,17 @@ def laplace_rank_backward(
     )  # fmt: skip
     if n > RANKED:
         parts, room = notes(x, 4)
-        launch(_pull_long_ranks, rows, *given, room, n, parts, CHUNK=CHUNK, ASKED=want_tau, num_warps=WARPS)
+        launch(
+            _pull_long_ranks, rows, *given, room, n, parts,
+            CHUNK=CHUNK, ASKED=want_tau, DESCENDING=descending, num_warps=WARPS,
+        )  # fmt: skip
         return dx, dtau
     which = tile(n)
-    puller, programs = variant(_pull_ranks, **which, ASKED=want_tau), cdiv(rows, which["TOGETHER"])
+    puller = variant(_pull_ranks, **which, ASKED=want_tau, DESCENDING=descending)
+    programs = cdiv(rows, which["TOGETHER"])
     puller(programs, *given, rows, n)
     known: dict[str, Any] = {"backward": True, "asked": want_tau}
-    native.prepare("soft_rank", given[3], puller, programs, (*given, rows, n), *CHOICES, **known)
+    native.prepare("soft_rank", given[3], puller, programs, (*given, rows, n), *choices(descending), **known)
     return dx, dtau
 
 

@@ -123,7 +123,8 @@ def _sorted_gaps(
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _ranks(
     y_pointer, order_pointer, up_pointer, down_pointer, tau_pointer, tau_stride, out_pointer,
-    index_pointer, rows, n, parts, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    index_pointer, rows, n, parts,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """The ranks from the sums to either side of each sorted entry, where the entries came from."""
     row, part = place(parts)
@@ -136,7 +137,10 @@ def _ranks(
     there = (row < rows)[:, None] & (column < n)[None, :]
     above = tl.load(up_pointer + offset, mask=there, other=0.0)
     below = tl.load(down_pointer + offset, mask=there, other=0.0)
-    rank = (column + 1).to(tl.float64)[None, :] + 0.5 * (below - above)
+    if DESCENDING:
+        rank = (column + 1).to(tl.float64)[None, :] + 0.5 * (below - above)
+    else:
+        rank = (n - column).to(tl.float64)[None, :] + 0.5 * (above - below)
     rank = tl.where(bad[:, None], float("nan"), rank)
     order = tl.load(order_pointer + offset, mask=there, other=0)
     store(out_pointer + row[:, None] * n + order, rank, there)
@@ -181,7 +185,7 @@ def _decay_scan(w: Tensor, g: Tensor, reverse: bool, ones: bool) -> Tensor:
     return out
 
 
-def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+def laplace_rank(x: Tensor, tau: Tensor, descending: bool = True) -> tuple[Tensor, Tensor]:
     """The ranks, and the order of the entries."""
     out, index = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
     if x.numel() == 0:
@@ -197,5 +201,8 @@ def laplace_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     gap = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     launch(_sorted_gaps, programs, y, *tau_row, gap, rows, n, parts, **which)
     above, below = (_decay_scan(gap, gap, reverse, True) for reverse in (False, True))
-    launch(_ranks, programs, y, order, above, below, *tau_row, out, index, rows, n, parts, **which)
+    launch(
+        _ranks, programs, y, order, above, below, *tau_row, out, index, rows, n, parts,
+        **which, DESCENDING=descending,
+    )  # fmt: skip
     return out, index

@@ -106,6 +106,7 @@ def _sort_rows(
     x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer,
     place_pointer, scratch_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
+    DESCENDING: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
@@ -147,13 +148,14 @@ def _sort_rows(
         row_at, place, i.to(tl.float32) + 0.5, first, last, wide(tau, TOGETHER), wide(1 / tau, TOGETHER), n
     )
     t = tl.where(i < first, float("inf"), tl.where(i < last, high + low, float("-inf")))
-    tl.store(out_pointer + at, (t + wide(poison, TOGETHER)).to(out_pointer.dtype.element_ty), mask=valid)
+    to = entries(row, n, column if DESCENDING else n - 1 - column, TOGETHER)
+    tl.store(out_pointer + to, (t + wide(poison, TOGETHER)).to(out_pointer.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _sort_long_rows(
     sums_pointer, y_pointer, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, place_pointer, n, parts,
-    STEPS: tl.constexpr, CHUNK: tl.constexpr,
+    STEPS: tl.constexpr, CHUNK: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """A part of a row, of whose sorted scores the sums are known: each level looks for its place."""
     row, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
@@ -180,7 +182,8 @@ def _sort_long_rows(
     tl.store(place_pointer + row * n + column, place, mask=valid)
     _, _, _, _, _, _, high, low = _between(row_at, place, level, first, last, tau, 1 / tau, n)
     t = tl.where(column < first, float("inf"), tl.where(column < last, high + low, float("-inf")))
-    tl.store(out_pointer + row * n + column, (t + poison).to(out_pointer.dtype.element_ty), mask=valid)
+    to = column if DESCENDING else n - 1 - column
+    tl.store(out_pointer + row * n + to, (t + poison).to(out_pointer.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -188,6 +191,7 @@ def _pull_sorts(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
     index_pointer, place_pointer, dx_pointer, dtau_pointer, scratch_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr,
+    DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """dL/dx_j = Σ q_i e^(−|x_j − t_i|/τ) with q_i = v_i/Σ_j e^(−|x_j − t_i|/τ): the same sums, over the
     thresholds, taken where the entry lies among these, which its rank says."""
@@ -198,7 +202,8 @@ def _pull_sorts(
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     order = tl.load(index_pointer + at, mask=valid, other=0)
     place = tl.load(place_pointer + at, mask=valid, other=0)
-    grads = grad_pointer + entries(row, grad_row, column.to(tl.int64) * grad_column, TOGETHER)
+    level = (column if DESCENDING else n - 1 - column).to(tl.int64)
+    grads = grad_pointer + entries(row, grad_row, level * grad_column, TOGETHER)
     v = tl.load(grads, mask=valid, other=0.0).to(tl.float32)
     sources = x_pointer + wide(row * x_stride, TOGETHER)
     x = tl.load(sources + order, mask=valid, other=0.0).to(tl.float32)
@@ -259,7 +264,7 @@ def _pull_sorts(
 def _pull_long_sorts(
     grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
     index_pointer, place_pointer, sums_pointer, pulls_pointer, note_pointer, dx_pointer, n, parts,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_pull_sorts`, of a row whose sums are known: what pulls from below each chunk is noted on the
     way to the start."""
@@ -282,7 +287,8 @@ def _pull_long_sorts(
         column = part * CHUNK + tl.arange(0, CHUNK)
         valid, live = column < n, (column >= first) & (column < last)
         place = tl.load(place_pointer + row * n + column, mask=valid, other=0)
-        grads = grad_pointer + row * grad_row + column.to(tl.int64) * grad_column
+        level = (column if DESCENDING else n - 1 - column).to(tl.int64)
+        grads = grad_pointer + row * grad_row + level * grad_column
         v = tl.load(grads, mask=live, other=0.0).to(tl.float32)
         _, _, y_above, y_below, a, b, high, low = _between(
             row_at, place, column.to(tl.float32) + 0.5, first, last, tau, tau_inverse, n
@@ -340,8 +346,9 @@ def _pull_long_sorts(
 KERNELS = (_sort_rows, _sort_long_rows, _pull_sorts, _pull_long_sorts)
 
 
-def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The thresholds of the levels i − ½, the order of the entries, and how many are above each threshold."""
+def laplace_sort(x: Tensor, tau: Tensor, descending: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """The thresholds of the levels i − ½, the order of the entries, and how many are above each threshold.
+    The first of them is in ascending order if that is asked for."""
     out, place = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
@@ -352,23 +359,24 @@ def laplace_sort(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         launch(
             _sort_long_rows, rows * parts,
             sums, y, *layout.values(tau, batch, x.device), out, place, n, parts,
-            STEPS=n.bit_length(), CHUNK=ranks.CHUNK, num_warps=ranks.WARPS,
+            STEPS=n.bit_length(), CHUNK=ranks.CHUNK, DESCENDING=descending, num_warps=ranks.WARPS,
         )  # fmt: skip
         return out, index, place
     index, which = x.new_empty(x.shape, dtype=torch.int32), tile(n)
-    sorter = variant(_sort_rows, **which, DOUBLES=layout.compares_doubles(x.device))
+    sorter = variant(_sort_rows, **which, DOUBLES=layout.compares_doubles(x.device), DESCENDING=descending)
     source, programs = layout.rows(x, n), cdiv(rows, which["TOGETHER"])
     arguments = (
         *source, *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
     )  # fmt: skip
     sorter(programs, *arguments)
-    native.prepare("soft_sort", source[0], sorter, programs, arguments, *ranks.CHOICES)
+    native.prepare("soft_sort", source[0], sorter, programs, arguments, *ranks.choices(descending))
     return out, index, place
 
 
 def laplace_sort_backward(
-    grad: Tensor, x: Tensor, order: Tensor, place: Tensor, tau: Tensor, want_tau: bool
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, x: Tensor, order: Tensor, place: Tensor, tau: Tensor, want_tau: bool,
+    descending: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients in x and τ; that of τ holds anything unless it is wanted, which a long row has not."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
@@ -380,11 +388,12 @@ def laplace_sort_backward(
             _pull_long_sorts, rows,
             *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device),
             order.contiguous(), place.contiguous(), sums, torch.empty_like(sums), room, dx, n, parts,
-            CHUNK=ranks.CHUNK, num_warps=ranks.WARPS,
+            CHUNK=ranks.CHUNK, DESCENDING=descending, num_warps=ranks.WARPS,
         )  # fmt: skip
         return dx, dtau
     which = tile(n)
-    puller, programs = variant(_pull_sorts, **which, ASKED=want_tau), cdiv(rows, which["TOGETHER"])
+    puller = variant(_pull_sorts, **which, ASKED=want_tau, DESCENDING=descending)
+    programs = cdiv(rows, which["TOGETHER"])
     source = layout.rows(x, n)
     arguments = (
         *layout.matrix(grad, x), *source, *layout.values(tau, batch, x.device), order.contiguous(),
@@ -392,7 +401,7 @@ def laplace_sort_backward(
     )  # fmt: skip
     puller(programs, *arguments)
     known: dict[str, Any] = {"backward": True, "asked": want_tau}
-    native.prepare("soft_sort", source[0], puller, programs, arguments, *ranks.CHOICES, **known)
+    native.prepare("soft_sort", source[0], puller, programs, arguments, *ranks.choices(descending), **known)
     return dx, dtau
 
 
