@@ -32,6 +32,7 @@ from khot._kernels.triton import (
     long_projection,
     losses,
     magnitude,
+    mask,
     permutation,
     places,
     power_norms,
@@ -41,6 +42,7 @@ from khot._kernels.triton import (
     resident_budget,
     resident_budget_backward,
     row_sort,
+    selection,
     short_projection,
     sorts,
     split,
@@ -221,6 +223,7 @@ def cases() -> list[Case]:
             for kernel, bound in ((interpolation._interpolate, 190), (interpolation._pull_ends, 190))
         ),
         *(_permutation(*case) for case in PERMUTATIONS),
+        *(_sorted(kernel, n, bound) for kernel, n, bound in SORTED_ROWS),
         *(_places(kernel, count, bound) for kernel, count, bound in PLACES),
         Case(greedy._greedy, "", {"WIDTH": greedy.WIDTH}, 4, greedy.WIDTH / 128, 150),
         *(
@@ -268,6 +271,23 @@ def _tournament(nodes: int, bound: float) -> Case:
         registers=200,
         few=nodes == 65,
     )
+
+
+# entries of a row, and the bound
+SORTED_ROWS = [
+    (mask._resident_mask, 64, 165),
+    (mask._resident_mask, 128, 185),
+    (places._resident_places, 64, 115),
+]
+
+
+def _sorted(kernel: Any, n: int, bound: float) -> Case:
+    """Short rows that fill their width, of which few share the device, with one k for all."""
+    _, constants = selection.held(1, n, tl.float32)
+    warps = constants.pop("num_warps")
+    held = constants["TOGETHER"] * constants["WIDTH"] / 32 / warps
+    constants |= {"k_pointer": None, "k_stride": 0}
+    return Case(kernel, f"n = {n}", constants, warps, held, bound, few=n == 64, multiples=("x_stride", "n"))
 
 
 # places that are asked for, and the bound

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from types import ModuleType
 
 import pytest
@@ -57,6 +58,19 @@ def test_rows_of_one_program(kernels: ModuleType, dtype: torch.dtype) -> None:
     x = hard(150, dtype)
     check(kernels, x, torch.arange(12.0) * 12)
     check(kernels, x[::2], torch.arange(12.0, 6.0, -1.0))
+
+
+@every_dtype
+@pytest.mark.parametrize("n", [3, 21, 100])
+def test_short_rows_are_sorted_or_searched(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, dtype: torch.dtype
+) -> None:
+    x, k = hard(n, dtype), torch.linspace(0, n, 12).round()
+    for entries in (128, 0):
+        monkeypatch.setattr(sys.modules["khot._kernels.triton.selection"], "SORTED", entries)
+        for each in (k, k.flip(0), torch.full((12,), n // 2)):
+            check(kernels, x, each)
+            check(kernels, x[:, :-1].mT.contiguous().mT, each.clamp(max=n - 1))
 
 
 @every_dtype

@@ -24,6 +24,7 @@ from khot._kernels.triton.selection import (
     MINUS_INFINITE64,
     choose,
     greatest_of,
+    held,
     k_of,
     key_of,
     load_keys,
@@ -40,7 +41,7 @@ __all__ = ["KERNELS", "topk_mask"]
 @triton.jit(do_not_specialize=["rows"])
 def _resident_mask(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, out_pointer, rows, n,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SORT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = tl.float64 == COMPUTE
@@ -55,7 +56,7 @@ def _resident_mask(
         pinned = reached(keys, greatest * 0 + (INFINITE64 if WIDE else INFINITE))
     k = k_of(k_pointer, k_stride, k_high, k_low, tl.where(there, row, 0))
     wanted, bad = masked(k, greatest, selectable, pinned)
-    level, tie = choose(keys, columns, tl.maximum(wanted, 1))
+    level, tie = choose(keys, columns, tl.maximum(wanted, 1), SORT)
     level = wide(tl.where(wanted > 0, level, GREATEST64 if WIDE else GREATEST), TOGETHER)
     at = out_pointer + entries(row, n, column, TOGETHER)
     for i in tl.static_range(PIECES):
@@ -99,9 +100,9 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
             CHUNK=layout.CHUNK, num_warps=max(1, layout.CHUNK // 512),
         )  # fmt: skip
         return out
-    tile = layout.tile(rows, n)
-    programs, arguments = cdiv(rows, tile.together), (*source, *given, out, rows, n)
-    mask = variant(_resident_mask, COMPUTE=layout.compute(x.dtype), **layout.held(tile, n))
+    together, which = held(rows, n, layout.compute(x.dtype))
+    programs, arguments = cdiv(rows, together), (*source, *given, out, rows, n)
+    mask = variant(_resident_mask, **which)
     mask(programs, *arguments)
     native.prepare("topk_mask", source[0], mask, programs, arguments)
     return out

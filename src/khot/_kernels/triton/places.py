@@ -17,8 +17,11 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MOST, PLACE
 from khot._kernels.triton.resident import entries, place_rows
 from khot._kernels.triton.selection import (
+    at_place,
     ends,
     greatest_of,
+    held,
+    in_order,
     k_of,
     kth,
     load_keys,
@@ -36,20 +39,25 @@ PULLED = 8  # places of a row that a program looks for, one after another
 @triton.jit(do_not_specialize=["rows", "count"])
 def _resident_places(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, out_pointer, rows, n, count,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SORT: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
     at = x_pointer + entries(row, x_stride, tl.arange(0, WIDTH), TOGETHER)
     keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
     greatest = greatest_of(keys)
+    if SORT:
+        keys_in_order = in_order(keys)
     for j in range(count):
         query = row * count + j
         k = k_of(k_pointer, k_stride, k_high, k_low, tl.where(there, query, 0), j)
         wanted, bad = ranked(k, greatest, n)
-        level, _reached = kth(keys, wanted)
-        least, _greatest = ends(keys, level, greatest + 1)  # the level may lie between two keys
-        value = tl.where(bad, float("nan"), number(least))
+        if SORT:
+            key = at_place(keys_in_order, wanted)
+        else:
+            level, _reached = kth(keys, wanted)
+            key, _greatest = ends(keys, level, greatest + 1)  # the level may lie between two keys
+        value = tl.where(bad, float("nan"), number(key))
         tl.store(out_pointer + query, value.to(out_pointer.dtype.element_ty), mask=there)
 
 
@@ -141,12 +149,9 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
         places = layout.Values(k.to(x.device).expand(*batch, count).contiguous(), 1, 0.0, 0.0)
     if long:
         return of_long_rows(x, places, rows, n, PLACE, count).view(*batch, count)
-    tile = layout.tile(rows, n)
-    launch(
-        _resident_places, cdiv(rows, tile.together),
-        *layout.rows(x, n), *places, out, rows, n, count,
-        COMPUTE=layout.compute(x.dtype), **layout.held(tile, n),
-    )  # fmt: skip
+    together, which = held(rows, n, layout.compute(x.dtype))
+    arguments = *layout.rows(x, n), *places, out, rows, n, count
+    launch(_resident_places, cdiv(rows, together), *arguments, **which)
     return out
 
 

@@ -6,9 +6,14 @@ now and then moves its ends to the nearest keys that there are, so that rows of 
 early. Most rows take 7 to 15 counts, and none can take more than three times the bits of a key.
 
 Of equal keys the first ones are chosen, which is the same search, among their places.
+
+The steps of a search wait for one another. A batch of short rows that leaves most of a device idle sorts its
+keys instead, with more instructions, but most of them at the same time.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,6 +21,7 @@ import triton.language as tl
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, log2, reciprocal
 from khot._kernels.triton.resident import inside
+from khot._kernels.triton.sizes import next_power_of_2
 
 LEAST = tl.constexpr(-(1 << 31))  # below every key of 32 bits
 GREATEST = tl.constexpr((1 << 31) - 1)  # above every one
@@ -25,6 +31,8 @@ NAN, INFINITE, MINUS_INFINITE = (tl.constexpr(key) for key in (0x7FFFFFFE, 0x7F8
 LEAST64, GREATEST64, NAN64 = (tl.constexpr(key) for key in (-(1 << 63), (1 << 63) - 1, (1 << 63) - 2))
 INFINITE64, MINUS_INFINITE64 = tl.constexpr(0x7FF << 52), tl.constexpr(-(0x7FF << 52) - 1)
 HELD = 16384
+SORTED = 128  # entries of a row that is sorted, if few share the device
+TOGETHER, WARPS = 512, 4  # entries and warps of a program that sorts
 SNAP = tl.constexpr(6)  # steps until the ends of the search move to keys that there are
 
 # ----------------------------------------------------------------------------------------------- keys
@@ -200,10 +208,27 @@ def kth(keys, k):
 
 
 @triton.jit
-def choose(keys, places, k):
+def in_order(keys):
+    """The keys of rows that are in one piece, the greatest first."""
+    return tl.sort(keys[0], descending=True)
+
+
+@triton.jit
+def at_place(keys, k):
+    """The k-th of the keys of each row."""
+    column = tl.arange(0, keys.shape[1])[None, :]
+    return tl.sum(tl.where(column == (k - 1)[:, None], keys, 0), axis=1)
+
+
+@triton.jit
+def choose(keys, places, k, SORT: tl.constexpr = False):
     """The level and the complement of a place that the k largest keys of each row reach, k of them at least
     1: see :func:`reaches`. Places increase along a row."""
-    level, number_of = kth(keys, k)
+    if SORT:
+        level = at_place(in_order(keys), k)
+        number_of = reached(keys, level)
+    else:
+        level, number_of = kth(keys, k)
     excess = number_of > k
     tie = k * 0 + LEAST
     if any_row(excess, len(keys[0].shape)):
@@ -222,6 +247,14 @@ def choose(keys, places, k):
 def longest() -> int:
     """Entries of a row that one program holds: with more than 32 keys a thread runs out of registers."""
     return min(layout.RESIDENT, HELD)
+
+
+def held(rows: int, n: int, compute: tl.dtype) -> tuple[int, dict[str, Any]]:
+    """How many rows of n keys a program holds, and the constants for it and for what it does with them."""
+    width = max(16, next_power_of_2(n))
+    sort = n <= SORTED and rows * width <= layout.SMALL_BATCH and compute == tl.float32
+    tile = layout.Tile(TOGETHER // width, 1, width, WARPS) if sort else layout.tile(rows, n)
+    return tile.together, {"COMPUTE": compute, "SORT": sort, **layout.held(tile, n)}
 
 
 # ---------------------------------------------------------------------------------- what is wanted of a row
