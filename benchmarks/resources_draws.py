@@ -19,6 +19,7 @@ from khot._kernels.triton import (
     assign_backward,
     assign_steps,
     assign_whole,
+    between,
     conditional_poisson,
     counts,
     designs,
@@ -278,15 +279,22 @@ SORTED_ROWS = [
     (mask._resident_mask, 64, 165),
     (mask._resident_mask, 128, 185),
     (places._resident_places, 64, 115),
+    (between._resident_quantiles, 64, 142),
+    (between._pull_quantiles, 64, 51),
 ]
 
 
 def _sorted(kernel: Any, n: int, bound: float) -> Case:
     """Short rows that fill their width, of which few share the device, with one k for all."""
-    _, constants = selection.held(1, n, tl.float32)
-    warps = constants.pop("num_warps")
+    if kernel is between._pull_quantiles:
+        width, together, warps = layout.block(n)
+        constants = {"COMPUTE": tl.float32, "TOGETHER": together, "WIDTH": width, "dweight_pointer": None}
+    else:
+        _, constants = selection.held(1, n, tl.float32)
+        warps = constants.pop("num_warps")
     held = constants["TOGETHER"] * constants["WIDTH"] / 32 / warps
-    constants |= {"k_pointer": None, "k_stride": 0}
+    constants |= {"k_pointer": None, "k_stride": 0, "weight_pointer": None}
+    constants = {name: v for name, v in constants.items() if name in kernel.arg_names}
     return Case(kernel, f"n = {n}", constants, warps, held, bound, few=n == 64, multiples=("x_stride", "n"))
 
 
@@ -813,7 +821,10 @@ OF_PLACES = {
     "first_pointer": "*i32",
 }
 OWN_TYPES = {
-    **{kernel.fn.__name__: OF_PLACES for kernel in (*places.KERNELS, *interpolation.KERNELS)},
+    **{
+        kernel.fn.__name__: OF_PLACES
+        for kernel in (*places.KERNELS, *interpolation.KERNELS, *between.KERNELS)
+    },
     "pull_losses": {"grad_pointer": "*fp64"},
     "_pull_loss_parts": {"grad_pointer": "*fp64"},
     **{key: {"counter_pointer": "*i32"} for key in ("_target_parts", "_loss_parts")},

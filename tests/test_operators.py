@@ -611,6 +611,11 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             cases.append(("interpolate", ops.interpolate.default, (both, weight)))
             backward = (both, weight, torch.ones_like(layout))
             cases.append(("interpolate-backward", ops.interpolate_backward.default, backward))
+            weight = weight[:, :1] if weight.dim() else weight
+            given = (layout, places, weight)
+            cases.append(("quantiles", ops.quantiles.default, given))
+            backward = (layout, values, weight, values[:, :1])
+            cases.append(("quantiles-backward", ops.quantiles_backward.default, backward))
     args = (x.abs(), whole, tau, 1.5)
     y, hi, lo = ops.soft_topk_magnitude(*args)
     cases.append(("magnitude", ops.soft_topk_magnitude.default, args))

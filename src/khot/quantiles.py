@@ -17,6 +17,7 @@ from khot._core.ways import by_rows
 from khot._ops import shared
 from khot._ops.interpolation import interpolate
 from khot._ops.order_statistics import order_statistics
+from khot._ops.quantiles import quantiles
 
 __all__ = ["kth_value", "quantile"]
 
@@ -196,12 +197,15 @@ def _is_one_number(place: Any, mask: Tensor | None, row: Row) -> bool:
     return row.here and mask is None and not isinstance(place, Tensor) and not torch.compiler.is_compiling()
 
 
-def _entries(x: Tensor, first: int, count: int = 1) -> Tensor:
-    """The entries of consecutive places, the same in all rows, which count from 1 for the largest:
-    (*batch, count)."""
+def _entries(x: Tensor, first: int) -> Tensor:
+    """The entries of a place, the same in all rows, which counts from 1 for the largest: (*batch, 1)."""
+    return order_statistics(x, _places(x, first, 1))
+
+
+def _places(x: Tensor, first: int, count: int) -> Tensor:
     where = "cpu" if x.is_cuda else x.device  # the GPU kernels take numbers by value
     k = torch.arange(first, first + count, dtype=wide_dtype(x.device), device=where)
-    return order_statistics(x, k if x.dim() == 1 else k.expand(*x.shape[:-1], -1))
+    return k if x.dim() == 1 else k.expand(*x.shape[:-1], -1)
 
 
 def _at_number(x: Tensor, position: Any, interpolation: str) -> Tensor:
@@ -213,7 +217,7 @@ def _at_number(x: Tensor, position: Any, interpolation: str) -> Tensor:
     weight = position - lower if interpolation == "linear" else 0.5
     where = "cpu" if x.is_cuda else x.device  # the GPU kernels take numbers by value
     given = torch.full((), weight, dtype=wide_dtype(x.device), device=where)
-    return interpolate(_entries(x, n - higher, 2), given)
+    return quantiles(x, _places(x, n - higher, 2), given)
 
 
 def _at(x: Tensor, position: Tensor, n: Tensor | float, interpolation: str, row: Row) -> Tensor:
@@ -223,9 +227,10 @@ def _at(x: Tensor, position: Tensor, n: Tensor | float, interpolation: str, row:
         rounded = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](where)
         return order_statistics(x, (n - rounded).expand(*batch, -1), row)
     lower, higher = where.floor(), where.ceil()
-    both = order_statistics(x, (n - torch.cat((higher, lower), -1)).expand(*batch, -1), row)
+    places = (n - torch.cat((higher, lower), -1)).expand(*batch, -1)
     weight = position - lower if interpolation == "linear" else 0.5 * (higher - lower)
-    return interpolate(both, weight.expand(*batch, -1))
+    weight = weight.expand(*batch, -1)
+    return quantiles(x, places, weight) if row.here else interpolate(order_statistics(x, places, row), weight)
 
 
 def _lengths(x: Tensor, input: Tensor, dim: int, mask: Tensor | None, row: Row) -> Tensor | float:

@@ -262,6 +262,21 @@ def interpolate(on: Engine, a: Given) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
+def quantiles(on: Engine, a: Given) -> tuple[Tensor, ...]:
+    """Of each row two, with weights of their own, and one between neighbours by a number."""
+    k = torch.cat((places(a), places(a) + 1), -1).clamp(max=a["x"].shape[-1])
+    batch = a["x"].shape[:-1]
+    share = (a["w"].expand(batch).double() + 1) / 2
+    weight = torch.stack((share, 1 - share / 2), -1)
+    found: list[Tensor] = []
+    for at, one in ((k, weight), (k[..., ::2], torch.tensor(0.3, dtype=torch.float64))):
+        value, both = on("quantiles")(a["x"], at, one)
+        grad = a["u"].expand(batch).unsqueeze(-1).expand(value.shape).to(value.dtype)
+        dx, dweight = on("quantiles_backward")(a["x"], both, one, grad)
+        found += (value, both, dx, dweight)[: 4 if one.dim() else 3]
+    return tuple(found)
+
+
 def permutation_shares(on: Engine, a: Given) -> tuple[Tensor, ...]:
     most = torch.full((*a["x"].shape[:-1], 1), torch.finfo(a["x"].dtype).max, dtype=torch.float64)
     hi = torch.cat((most, a["t"].double().sort(-1, descending=True).values[..., :-1], -most), -1)
@@ -325,6 +340,10 @@ KERNELS: dict[str, Kernel] = {
     "interpolate": Kernel(
         ("interpolate", "interpolate_backward"), interpolate, {"x": normal, "v": normal, "w": price}, {}, {},
         exact={torch.float64: 1e-15, torch.float32: 1e-7},
+    ),
+    "quantiles": Kernel(
+        ("quantiles", "quantiles_backward"), quantiles, {"x": normal},
+        {"k": whole, "u": sign, "w": sign}, {"x": (NAN,), "k": (NAN,)}, through=True,
     ),
     "selectable": Kernel(
         ("selectable",), lambda on, a: (on("selectable")(a["x"], 1e9),), {"x": normal}, {}, {}, exact=ROUNDED

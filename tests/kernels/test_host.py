@@ -229,14 +229,14 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
     ),
     "kth_value": ((4096, 64), partial(khot.kth_value, k=8), [1, 0], [1, 0]),
     "kth_value (16, 100_000)": ((16, 100_000), partial(khot.kth_value, k=8), [3, 0], [2, 0]),
-    "quantile": ((4096, 64), partial(khot.quantile, q=0.3), [2, 0], [2, 0]),
+    "quantile": ((4096, 64), partial(khot.quantile, q=0.3), [1, 0], [1, 0]),
     "quantile (16, 100_000)": ((16, 100_000), partial(khot.quantile, q=0.3), [4, 0], [3, 0]),
     "quantile (1, 6_300_000)": ((1, 6_300_000), partial(khot.quantile, q=0.5), [6, 0], [3, 0]),
     "quantile, tensor": (
-        (4096, 64), lambda x: khot.quantile(x, torch.empty(2, device="cuda")), [2, 7], [2, 0],
+        (4096, 64), lambda x: khot.quantile(x, torch.empty(2, device="cuda")), [1, 7], [1, 0],
     ),
     "quantile, mask": (
-        (4096, 64), lambda x: khot.quantile(x, 0.3, mask=x.detach() > 0), [2, 14], [2, 2],
+        (4096, 64), lambda x: khot.quantile(x, 0.3, mask=x.detach() > 0), [1, 14], [1, 2],
     ),
     "soft_quantile, linear": (
         (4096, 64), partial(khot.soft_quantile, q=0.3, interpolation="linear"), [3, 105], [7, 152],

@@ -33,6 +33,8 @@ KERNELS = (
     "order_statistics_backward",
     "interpolate",
     "interpolate_backward",
+    "quantiles",
+    "quantiles_backward",
     "selectable",
     "uniform",
     "order_sample",

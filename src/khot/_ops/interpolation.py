@@ -12,7 +12,7 @@ from khot._core.precision import on, widen
 from khot._core.ways import by_kernel
 from khot._kernels.reference import interpolation as kernels
 
-__all__ = ["interpolate"]
+__all__ = ["interpolate", "moved"]
 
 
 class _Rule(Rule):
@@ -32,15 +32,20 @@ class _Rule(Rule):
     @staticmethod
     def jvp(ctx: Any, dboth: Tensor | None, dweight: Tensor | None) -> Tensor:
         both, weight = ctx.saved_tensors
-        rise, infinite = kernels.differences(both)
-        moved = torch.zeros_like(rise)
-        if dboth is not None:
-            above, below = widen(dboth).chunk(2, -1)
-            weight = on(both.device, weight)
-            moved = moved + weight * above + (1 - weight) * below
-        if dweight is not None:
-            moved = moved + rise * dweight
-        return moved.masked_fill(infinite, 0).to(both.dtype)
+        return moved(both, weight, dboth, dweight)
+
+
+def moved(both: Tensor, weight: Tensor, dboth: Tensor | None, dweight: Tensor | None) -> Tensor:
+    """Forward mode."""
+    rise, infinite = kernels.differences(both)
+    found = torch.zeros_like(rise)
+    if dboth is not None:
+        above, below = widen(dboth).chunk(2, -1)
+        weight = on(both.device, weight)
+        found = found + weight * above + (1 - weight) * below
+    if dweight is not None:
+        found = found + rise * dweight
+    return found.masked_fill(infinite, 0).to(both.dtype)
 
 
 def _fake(both: Tensor, weight: Tensor) -> Tensor:

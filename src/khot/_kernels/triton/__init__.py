@@ -43,6 +43,8 @@ sums and per-row scalars; float64 scores are float64 throughout.
 from khot._kernels.triton import around as around
 from khot._kernels.triton.assign import soft_assign as soft_assign
 from khot._kernels.triton.assign_backward import soft_assign_backward as soft_assign_backward
+from khot._kernels.triton.between import quantiles as quantiles
+from khot._kernels.triton.between import quantiles_backward as quantiles_backward
 from khot._kernels.triton.budget import soft_budget as soft_budget
 from khot._kernels.triton.budget import soft_budget_backward as soft_budget_backward
 from khot._kernels.triton.conditional_poisson import (
@@ -125,6 +127,8 @@ __all__ = [
     "permutahedron_backward",
     "pivotal_sample",
     "power_blocks",
+    "quantiles",
+    "quantiles_backward",
     "selectable",
     "soft_assign",
     "soft_assign_backward",

@@ -14,7 +14,7 @@ from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "interpolate", "interpolate_backward"]
+__all__ = ["KERNELS", "interpolate", "interpolate_backward", "line", "weights"]
 
 BLOCK = 128
 
@@ -36,21 +36,27 @@ def _ends(
     return below, above, weight, infinite, one, upper, there
 
 
+@triton.jit
+def line(a, b, weight):
+    """From a to b, computed from the nearer end."""
+    rise = b - a
+    infinite = (tl.abs(a) == float("inf")) | (tl.abs(b) == float("inf"))
+    found = tl.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
+    mixed = (1 - weight) * a + weight * b
+    # the difference of two finite numbers may overflow
+    found = tl.where(infinite | (tl.abs(rise) == float("inf")), mixed, found)
+    return tl.where(infinite & ((a == b) | (weight == 0)), a, found)
+
+
 @triton.jit(do_not_specialize=["size", "count"])
 def _interpolate(
     both_pointer, weight_pointer, weight_high, weight_low, weight_rest, out_pointer, size, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    a, b, weight, infinite, one, _, there = _ends(
+    a, b, weight, _, one, _, there = _ends(
         both_pointer, weight_pointer, weight_high, weight_low, weight_rest, size, count, BLOCK
     )
-    rise = b - a
-    line = tl.where(weight < 0.5, a + rise * weight, b - rise * (1 - weight))
-    mixed = (1 - weight) * a + weight * b
-    # the difference of two finite numbers may overflow
-    line = tl.where(infinite | (tl.abs(rise) == float("inf")), mixed, line)
-    line = tl.where(infinite & ((a == b) | (weight == 0)), a, line)
-    store(out_pointer + one, line, there)
+    store(out_pointer + one, line(a, b, weight), there)
 
 
 @triton.jit(do_not_specialize=["size", "count"])
@@ -75,7 +81,7 @@ def interpolate(both: Tensor, weight: Tensor) -> Tensor:
     """`interpolation.interpolate`, in Triton."""
     count = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], count)
-    given = _weights(weight)
+    given = weights(weight)
     if out.numel() == 0 or given is None:
         return reference.interpolate(both, weight)
     launch(
@@ -87,7 +93,7 @@ def interpolate(both: Tensor, weight: Tensor) -> Tensor:
 
 def interpolate_backward(both: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """`interpolation.interpolate_backward`, in Triton."""
-    given = _weights(weight)
+    given = weights(weight)
     if grad.numel() == 0 or given is None:
         return reference.interpolate_backward(both, weight, grad)
     dboth = torch.empty_like(both, memory_format=torch.contiguous_format)
@@ -100,7 +106,7 @@ def interpolate_backward(both: Tensor, weight: Tensor, grad: Tensor) -> tuple[Te
     return dboth, dweight
 
 
-def _weights(weight: Tensor) -> tuple[Tensor | None, float, float, float] | None:
+def weights(weight: Tensor) -> tuple[Tensor | None, float, float, float] | None:
     """In memory; or one number by value, as the sum of three."""
     if weight.dim():
         return weight.contiguous(), 0.0, 0.0, 0.0

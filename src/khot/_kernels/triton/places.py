@@ -31,9 +31,41 @@ from khot._kernels.triton.selection import (
 )
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
-__all__ = ["KERNELS", "order_statistics", "order_statistics_backward"]
+__all__ = [
+    "KERNELS",
+    "PULLED",
+    "add_where",
+    "entry_at",
+    "given",
+    "order_statistics",
+    "order_statistics_backward",
+]
 
 PULLED = 8  # places of a row that a program looks for, one after another
+
+
+@triton.jit
+def entry_at(keys, greatest, k, n, SORT: tl.constexpr):
+    """The k-th largest entry of each row, whose keys are in pieces, or in order in one; NaN if there is
+    none."""
+    wanted, bad = ranked(k, greatest, n)
+    if SORT:
+        key = at_place(keys[0], wanted)
+    else:
+        level, _reached = kth(keys, wanted)
+        key, _greatest = ends(keys, level, greatest + 1)  # the level may lie between two keys
+    return tl.where(bad, float("nan"), number(key))
+
+
+@triton.jit
+def add_where(dx, x, valid, column, n, value, grad):
+    """The gradients of rows, with one more for the first entry of each row that has a value. That of NaN is
+    NaN everywhere."""
+    grad = tl.where(value != value, value, grad)
+    found = valid & (x == value[:, None]) & (tl.abs(x) < float("inf"))
+    first = tl.min(tl.where(found, column[None, :], n), axis=1)
+    taken = (column[None, :] == first[:, None]) | (value != value)[:, None]
+    return dx + tl.where(taken, grad[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
@@ -47,17 +79,11 @@ def _resident_places(
     keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
     greatest = greatest_of(keys)
     if SORT:
-        keys_in_order = in_order(keys)
+        keys = (in_order(keys),)
     for j in range(count):
         query = row * count + j
         k = k_of(k_pointer, k_stride, k_high, k_low, tl.where(there, query, 0), j)
-        wanted, bad = ranked(k, greatest, n)
-        if SORT:
-            key = at_place(keys_in_order, wanted)
-        else:
-            level, _reached = kth(keys, wanted)
-            key, _greatest = ends(keys, level, greatest + 1)  # the level may lie between two keys
-        value = tl.where(bad, float("nan"), number(key))
+        value = entry_at(keys, greatest, k, n, SORT)
         tl.store(out_pointer + query, value.to(out_pointer.dtype.element_ty), mask=there)
 
 
@@ -72,16 +98,11 @@ def _pull_places(
     there = row < rows
     valid = there[:, None] & (column < n)[None, :]
     x = tl.load(x_pointer + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
-    dx = x * 0
-    dx = tl.where(dx == 0, dx, 0.0)  # of infinite entries, too
+    dx = tl.zeros_like(x)
     for j in range(count):
         value = tl.load(values_pointer + row * count + j, mask=there, other=0.0).to(COMPUTE)
         grad = tl.load(grad_pointer + row * count + j, mask=there, other=0.0).to(COMPUTE)
-        grad = tl.where(value != value, value, grad)
-        found = valid & (x == value[:, None]) & (tl.abs(x) < float("inf"))
-        first = tl.min(tl.where(found, column[None, :], n), axis=1)
-        taken = (column[None, :] == first[:, None]) | (value != value)[:, None]
-        dx += tl.where(taken, grad[:, None], 0.0)
+        dx = add_where(dx, x, valid, column, n, value, grad)
     to = dx_pointer + row[:, None] * n + column[None, :]
     tl.store(to, dx.to(dx_pointer.dtype.element_ty), mask=valid)
 
@@ -144,9 +165,7 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
     out = x.new_empty(*batch, count)
     if rows == 0 or count == 0:
         return out
-    places = _consecutive(k)
-    if places is None:
-        places = layout.Values(k.to(x.device).expand(*batch, count).contiguous(), 1, 0.0, 0.0)
+    places = given(k, x)
     if long:
         return of_long_rows(x, places, rows, n, PLACE, count).view(*batch, count)
     together, which = held(rows, n, layout.compute(x.dtype))
@@ -186,6 +205,15 @@ def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor
         PARTS=next_power_of_2(parts), **which,
     )  # fmt: skip
     return dx
+
+
+def given(k: Tensor, x: Tensor) -> layout.Values:
+    """The places that are asked for of each row: by value if they follow each other and are the same in all
+    rows."""
+    found = _consecutive(k)
+    if found is None:
+        found = layout.Values(k.to(x.device).expand(*x.shape[:-1], k.shape[-1]).contiguous(), 1, 0.0, 0.0)
+    return found
 
 
 def _consecutive(k: Tensor) -> layout.Values | None:

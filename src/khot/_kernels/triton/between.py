@@ -1,0 +1,114 @@
+"""What stands between two order statistics, and its gradients: of rows that a program holds in one launch
+each way. Longer rows take those of :mod:`.places` and of :mod:`.interpolation`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot._kernels.reference import quantiles as reference
+from khot._kernels.triton import interpolation, layout, places
+from khot._kernels.triton.exact import number64
+from khot._kernels.triton.fast import double, store
+from khot._kernels.triton.interpolation import line
+from khot._kernels.triton.launch import launch
+from khot._kernels.triton.places import add_where, entry_at
+from khot._kernels.triton.resident import entries, place_rows
+from khot._kernels.triton.selection import greatest_of, held, in_order, k_of, load_keys, longest
+from khot._kernels.triton.sizes import cdiv
+
+__all__ = ["KERNELS", "quantiles", "quantiles_backward"]
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def _resident_quantiles(
+    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, weight_pointer, weight_high, weight_low,
+    weight_rest, out_pointer, both_pointer, rows, n, count,
+    COMPUTE: tl.constexpr, SORT: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    row, there = place_rows(rows, TOGETHER)
+    known = tl.where(there, row, 0)
+    at = x_pointer + entries(row, x_stride, tl.arange(0, WIDTH), TOGETHER)
+    keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
+    greatest = greatest_of(keys)
+    if SORT:
+        keys = (in_order(keys),)
+    for j in range(count):
+        upper = row * (2 * count) + j
+        k = k_of(k_pointer, k_stride, k_high, k_low, known * (2 * count) + j, j)
+        above = entry_at(keys, greatest, k, n, SORT).to(both_pointer.dtype.element_ty)
+        k = k_of(k_pointer, k_stride, k_high, k_low, known * (2 * count) + count + j, count + j)
+        below = entry_at(keys, greatest, k, n, SORT).to(both_pointer.dtype.element_ty)
+        tl.store(both_pointer + upper, above, mask=there)
+        tl.store(both_pointer + upper + count, below, mask=there)
+        weight = number64(weight_pointer, 1, weight_high, weight_low, known * count + j) + weight_rest
+        weight += tl.zeros_like(row).to(tl.float64)
+        store(out_pointer + row * count + j, line(double(below), double(above), weight), there)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def _pull_quantiles(
+    x_pointer, x_stride, both_pointer, weight_pointer, weight_high, weight_low, weight_rest, grad_pointer,
+    dx_pointer, dweight_pointer, rows, n, count,
+    COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    there = row < rows
+    valid = there[:, None] & (column < n)[None, :]
+    x = tl.load(x_pointer + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+    dx = tl.zeros_like(x)
+    for j in range(count):
+        upper = both_pointer + row * (2 * count) + j
+        above = tl.load(upper, mask=there, other=0.0).to(COMPUTE)
+        below = tl.load(upper + count, mask=there, other=0.0).to(COMPUTE)
+        at = tl.where(there, row, 0) * count + j
+        weight = number64(weight_pointer, 1, weight_high, weight_low, at) + weight_rest
+        infinite = (tl.abs(above) == float("inf")) | (tl.abs(below) == float("inf"))
+        grad = double(tl.load(grad_pointer + row * count + j, mask=there, other=0.0))
+        grad = tl.where(infinite, 0.0, grad)
+        dx = add_where(dx, x, valid, column, n, above, (grad * weight).to(COMPUTE))
+        dx = add_where(dx, x, valid, column, n, below, (grad * (1 - weight)).to(COMPUTE))
+        if weight_pointer is not None:
+            rise = tl.where(infinite, 0.0, double(above) - double(below))
+            tl.store(dweight_pointer + at, grad * rise, mask=there)
+    to = dx_pointer + row[:, None] * n + column[None, :]
+    tl.store(to, dx.to(dx_pointer.dtype.element_ty), mask=valid)
+
+
+KERNELS = (_resident_quantiles, _pull_quantiles)
+
+
+def quantiles(x: Tensor, k: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantiles.quantiles`, in Triton."""
+    batch, n, count = x.shape[:-1], x.shape[-1], k.shape[-1] // 2
+    rows, given = batch.numel(), interpolation.weights(weight)
+    if not x.numel() or count == 0 or n > longest() or given is None:
+        return reference.quantiles(x, k, weight, places.order_statistics, interpolation.interpolate)
+    out, both = x.new_empty(*batch, count), x.new_empty(*batch, 2 * count)
+    together, which = held(rows, n, layout.compute(x.dtype))
+    launch(
+        _resident_quantiles, cdiv(rows, together),
+        *layout.rows(x, n), *places.given(k, x), *given, out, both, rows, n, count, **which,
+    )  # fmt: skip
+    return out, both
+
+
+def quantiles_backward(x: Tensor, both: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantiles.quantiles_backward`, in Triton."""
+    n, count, given = x.shape[-1], grad.shape[-1], interpolation.weights(weight)
+    if not x.numel() or n > longest() or not 0 < 2 * count <= places.PULLED or given is None:
+        line = interpolation.interpolate_backward
+        return reference.quantiles_backward(x, both, weight, grad, places.order_statistics_backward, line)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dweight = both.new_empty(grad.shape if weight.dim() else 0, dtype=torch.float64)
+    rows, (width, together, warps) = x.shape[:-1].numel(), layout.block(n)
+    launch(
+        _pull_quantiles, cdiv(rows, together),
+        *layout.rows(x, n), both.contiguous(), *given, grad.contiguous(), dx, dweight, rows, n, count,
+        COMPUTE=layout.compute(x.dtype), TOGETHER=together, WIDTH=width, num_warps=warps,
+    )  # fmt: skip
+    return dx, dweight
