@@ -293,7 +293,7 @@ def _sorted(kernel: Any, n: int, bound: float) -> Case:
         _, constants = selection.held(1, n, tl.float32)
         warps = constants.pop("num_warps")
     held = constants["TOGETHER"] * constants["WIDTH"] / 32 / warps
-    constants |= {"k_pointer": None, "k_stride": 0, "weight_pointer": None}
+    constants |= {"k_pointer": None, "k_stride": 0, "weight_pointer": None, "FOLLOWS": True}
     constants = {name: v for name, v in constants.items() if name in kernel.arg_names}
     return Case(kernel, f"n = {n}", constants, warps, held, bound, few=n == 64, multiples=("x_stride", "n"))
 

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.reference import order_statistics, topk_mask
+from khot._kernels.reference import order_statistics, quantiles, topk_mask
 from noted import Launches
 from selection_rows import rows
 
@@ -71,6 +71,21 @@ def test_short_rows_are_sorted_or_searched(
         for each in (k, k.flip(0), torch.full((12,), n // 2)):
             check(kernels, x, each)
             check(kernels, x[:, :-1].mT.contiguous().mT, each.clamp(max=n - 1))
+
+
+@every_dtype
+@pytest.mark.parametrize("entries", [128, 0])
+def test_neighbours_by_one_search(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, entries: int, dtype: torch.dtype
+) -> None:
+    """Ties, infinities and NaN included; the last entry has none after it."""
+    monkeypatch.setattr(sys.modules["khot._kernels.triton.selection"], "SORTED", entries)
+    x, weight = hard(70, dtype), torch.tensor(0.3, dtype=torch.float64)
+    for first in (1, 2, 35, 36, 69, 70):
+        k = torch.arange(first, first + 2, dtype=torch.float64).expand(12, 2)
+        for got, want in zip(kernels.quantiles(x, k, weight), quantiles.quantiles(x, k, weight), strict=True):
+            rounding = 0 if dtype == torch.float32 else 2**-7  # the interpreter cuts digits off
+            torch.testing.assert_close(got, want, rtol=rounding, atol=0, equal_nan=True)
 
 
 @every_dtype

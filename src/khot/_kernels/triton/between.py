@@ -14,7 +14,7 @@ from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.interpolation import line
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.places import add_where, entry_at
+from khot._kernels.triton.places import add_where, entry_after, entry_at
 from khot._kernels.triton.resident import entries, place_rows
 from khot._kernels.triton.selection import greatest_of, held, in_order, k_of, load_keys, longest
 from khot._kernels.triton.sizes import cdiv
@@ -26,9 +26,10 @@ __all__ = ["KERNELS", "quantiles", "quantiles_backward"]
 def _resident_quantiles(
     x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, weight_pointer, weight_high, weight_low,
     weight_rest, out_pointer, both_pointer, rows, n, count,
-    COMPUTE: tl.constexpr, SORT: tl.constexpr,
+    COMPUTE: tl.constexpr, SORT: tl.constexpr, FOLLOWS: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
+    """FOLLOWS says that the lower entry of each pair is the next one after the upper."""
     row, there = place_rows(rows, TOGETHER)
     known = tl.where(there, row, 0)
     at = x_pointer + entries(row, x_stride, tl.arange(0, WIDTH), TOGETHER)
@@ -39,11 +40,14 @@ def _resident_quantiles(
     for j in range(count):
         upper = row * (2 * count) + j
         k = k_of(k_pointer, k_stride, k_high, k_low, known * (2 * count) + j, j)
-        above = entry_at(keys, greatest, k, n, SORT).to(both_pointer.dtype.element_ty)
-        k = k_of(k_pointer, k_stride, k_high, k_low, known * (2 * count) + count + j, count + j)
-        below = entry_at(keys, greatest, k, n, SORT).to(both_pointer.dtype.element_ty)
-        tl.store(both_pointer + upper, above, mask=there)
-        tl.store(both_pointer + upper + count, below, mask=there)
+        above, key = entry_at(keys, greatest, k, n, SORT)
+        if FOLLOWS and not SORT:  # a second search takes as long as the first
+            below = entry_after(keys, greatest, key, k, n)
+        else:
+            k = k_of(k_pointer, k_stride, k_high, k_low, known * (2 * count) + count + j, count + j)
+            below, _key = entry_at(keys, greatest, k, n, SORT)
+        tl.store(both_pointer + upper, above.to(both_pointer.dtype.element_ty), mask=there)
+        tl.store(both_pointer + upper + count, below.to(both_pointer.dtype.element_ty), mask=there)
         weight = number64(weight_pointer, 1, weight_high, weight_low, known * count + j) + weight_rest
         weight += tl.zeros_like(row).to(tl.float64)
         store(out_pointer + row * count + j, line(double(below), double(above), weight), there)
@@ -90,9 +94,11 @@ def quantiles(x: Tensor, k: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return reference.quantiles(x, k, weight, places.order_statistics, interpolation.interpolate)
     out, both = x.new_empty(*batch, count), x.new_empty(*batch, 2 * count)
     together, which = held(rows, n, layout.compute(x.dtype))
+    asked = places.given(k, x)
     launch(
         _resident_quantiles, cdiv(rows, together),
-        *layout.rows(x, n), *places.given(k, x), *given, out, both, rows, n, count, **which,
+        *layout.rows(x, n), *asked, *given, out, both, rows, n, count,
+        FOLLOWS=asked.pointer is None and count == 1, **which,
     )  # fmt: skip
     return out, both
 

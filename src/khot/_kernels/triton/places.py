@@ -17,6 +17,8 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MOST, PLACE
 from khot._kernels.triton.resident import entries, place_rows
 from khot._kernels.triton.selection import (
+    LEAST,
+    LEAST64,
     at_place,
     ends,
     greatest_of,
@@ -28,6 +30,7 @@ from khot._kernels.triton.selection import (
     longest,
     number,
     ranked,
+    reached,
 )
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
@@ -35,6 +38,7 @@ __all__ = [
     "KERNELS",
     "PULLED",
     "add_where",
+    "entry_after",
     "entry_at",
     "given",
     "order_statistics",
@@ -46,15 +50,25 @@ PULLED = 8  # places of a row that a program looks for, one after another
 
 @triton.jit
 def entry_at(keys, greatest, k, n, SORT: tl.constexpr):
-    """The k-th largest entry of each row, whose keys are in pieces, or in order in one; NaN if there is
-    none."""
+    """The k-th largest entry of each row, whose keys are in pieces, or in order in one; NaN if there is none.
+    And its key."""
     wanted, bad = ranked(k, greatest, n)
     if SORT:
         key = at_place(keys[0], wanted)
     else:
         level, _reached = kth(keys, wanted)
         key, _greatest = ends(keys, level, greatest + 1)  # the level may lie between two keys
-    return tl.where(bad, float("nan"), number(key))
+    return tl.where(bad, float("nan"), number(key)), key
+
+
+@triton.jit
+def entry_after(keys, greatest, key, k, n):
+    """The entry of each row that follows the k-th largest, of which the key is known, or is its equal."""
+    _wanted, bad = ranked(k + 1, greatest, n)
+    NONE: tl.constexpr = LEAST64 if key.dtype == tl.int64 else LEAST
+    _least, less = ends(keys, key * 0 + NONE, key)
+    below = tl.where(reached(keys, key) > k.to(tl.int32), key, less)
+    return tl.where(bad, float("nan"), number(below))
 
 
 @triton.jit
@@ -83,7 +97,7 @@ def _resident_places(
     for j in range(count):
         query = row * count + j
         k = k_of(k_pointer, k_stride, k_high, k_low, tl.where(there, query, 0), j)
-        value = entry_at(keys, greatest, k, n, SORT)
+        value, _key = entry_at(keys, greatest, k, n, SORT)
         tl.store(out_pointer + query, value.to(out_pointer.dtype.element_ty), mask=there)
 
 
