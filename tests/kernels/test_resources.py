@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -67,13 +68,14 @@ def test_every_model_of_a_time_is_of_what_there_is() -> None:
     """Its kernels are compiled by the table, and its line is timed on a device."""
     from benchmarks import device, gpu
 
-    for (title, line), steps in gpu.MODELS.items():
-        source = Path(device.__file__).read_text(encoding="utf-8")
+    cases = json.loads((gpu.RESULTS / "device.json").read_text(encoding="utf-8"))["cases"]
+    source = Path(device.__file__).read_text(encoding="utf-8")
+    for (title, line), steps in (*gpu.MODELS.items(), *gpu.GRADIENTS.items()):
         assert title in device.BENCHES
         assert f'"{line}"' in source
         for step in steps:
-            if isinstance(step, gpu.Measured):
+            if isinstance(step, (gpu.Measured, gpu.Gradient)):
                 assert step.table in device.BENCHES
-                assert f'"{step.line}"' in source
+                assert step.line in cases[f"bench: {step.table}"]
             elif isinstance(step, gpu.Kernel):
                 assert not step.name or step.name in gpu.instructions()
