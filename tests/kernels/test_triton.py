@@ -521,8 +521,8 @@ from triton.compiler import ASTSource
 import triton
 import triton.language as tl
 from khot._kernels.triton import counts, draws, exact, exact_backward, exact_split, functions, largest, levels
-from khot._kernels.triton import designs, greedy, interpolation, losses, magnitude, mask, places, scans
-from khot._kernels.triton import split_losses, split_magnitude, transport
+from khot._kernels.triton import between, designs, greedy, interpolation, losses, magnitude, mask, places
+from khot._kernels.triton import scans, split_losses, split_magnitude, transport
 from khot._kernels.triton import transport_backward
 
 # which functions hide
@@ -539,11 +539,13 @@ which = {
     count_distances: [{"HALF": 512, "DROPPED": 20}, {
         "HALF": 32, "DROPPED": 24, "mask_pointer": None, "sums_pointer": None, "closed_pointer": None,
     }],
-    places: [{"COUNT": 2}, {"COUNT": 1, "k_pointer": None}],
+    places: [{"COUNT": 2, "SORT": False}, {"COUNT": 1, "k_pointer": None, "SORT": True, "PIECES": 1}],
+    between: [{"SORT": False, "FOLLOWS": True, "k_pointer": None},
+              {"SORT": True, "PIECES": 1, "FOLLOWS": False, "weight_pointer": None}],
     interpolation: [{}, {"weight_pointer": None}],
     greedy: [{"DOUBLES": True}],
     designs: [{"SUMMED": True, "LAST": True, "units_pointer": None}, {"SUMMED": False}],
-    mask: [{}, {"k_pointer": None}],
+    mask: [{"SORT": False}, {"k_pointer": None, "SORT": True, "PIECES": 1}],
     levels: [{"WHAT": what, "PIECES": 2, "SAMPLE": 64, "LISTED": what > 0, "NARROWED": what > 0}
              for what in range(3)],
     largest: [{"PACKED": False, "PART": True, "WHAT": 1}, {"PACKED": False, "PART": False, "WHAT": 2}],
@@ -554,7 +556,8 @@ which = {
     split_losses: [{"CDF": 4, "WHOLE": 3}],
     split_magnitude: [{"POOLED": 2.0, "SIGNED": False, "WHOLE": 1},
                       {"POOLED": 1.4, "SIGNED": True, "WHOLE": 0}],
-    scans: [{"REVERSE": False, "ONES": False}, {"REVERSE": True, "ONES": True}],
+    scans: [{"REVERSE": False, "ONES": False, "DESCENDING": True},
+            {"REVERSE": True, "ONES": True, "DESCENDING": False}],
     transport: [
         {"KEYS": 16, "CHUNK": 64, "SORTS": False, "KEPT": 0},
         {"KEYS": 32, "CHUNK": 32, "SORTS": True, "KEPT": 16, "epsilon_pointer": None},
