@@ -318,7 +318,10 @@ _SUMMED = (
     "the last: a count that begins at 0 takes a launch, and one that stays between calls would be shared by "
     "streams and graphs. The gradient of the mean is divided by the number of rows first"
 )
-_PULLED = "the backward, 12 µs: four scans and as many barriers, which wait for one another"
+_PULLED = (
+    "the backward, 12 µs: two pairs of scans, whose results go through memory, each of which waits for what "
+    "is before it"
+)
 #: By table and line, what binds where the goal is missed. Instructions are those of `resources.md`.
 BINDS: dict[tuple[str, str], str] = {
     (TOPK, "soft_topk"): "54 instructions an entry for one evaluation, where a softmax has 13",
