@@ -129,6 +129,12 @@ MODELS: dict[tuple[str, str], list[Step]] = {
     (SHORT, "sample_khot"): [
         Measured(TOPK, "soft_topk"), SEED, Kernel("_pareto n = 64", N64, 8 * N64), Chain(24_000), SEED, SEED,
     ],
+    # keys of all units in float32, and of some 300 of each row in float64; two that carry the gradient
+    (LONG, "sample_khot"): [
+        Measured(TOPK_LONG, "soft_topk"), SEED, Kernel("_part_moments long rows", N8192, 4 * N8192),
+        Kernel("_part_keys long rows", N8192, 8 * N8192), Kernel("_choose long rows", 4_096 * 512), SEED,
+        SEED, SEED,
+    ],
     # normal scores at τ = 1 take one turn; what a program writes for itself is counted, too
     (SHORT, "soft_rank, projection"): [SEED, Kernel("_project_rows n = 64, 1 turn", N64, 60 * N64)],
     # the ranks are one row, which torch sorts in some eight kernels
@@ -308,9 +314,6 @@ _CALIBRATED = (
     "row with Σπ(1 − π) ≥ 2.5 takes none. A seed, the soft top-k, the draw and the calibration are four "
     "launches; the two that carry the gradient are left out by calls without Python"
 )
-_KEYS = (
-    "270 instructions an entry for keys, which are 410 µs, 60 for the sums before them, and the soft top-k"
-)
 _SQUARES = "215 instructions for each of n² entries, which are 10 µs, and two launches"
 _FEW_SQUARES = "210 instructions for each of n² entries, in 64 programs, which leave most of the device idle"
 _SUMMED = (
@@ -331,7 +334,6 @@ BINDS: dict[tuple[str, str], str] = {
     (SHORT, "soft_sort"): _PULLED,
     (SHORT, "sample_khot"): _CALIBRATED,
     (SHORT, "sample, conditional_poisson"): "1,110 instructions an entry, in float64",
-    (LONG, "sample_khot"): _KEYS,
     (SQUARE, "soft_permutation"): _SQUARES,
     (WIDE, "soft_permutation"): _FEW_SQUARES,
 }

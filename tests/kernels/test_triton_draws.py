@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 launch = pytest.importorskip("khot._kernels.triton.launch", reason="Triton is not installed")
 SEED = torch.tensor(-5)
 SEEDS = [-1, 2**63 - 1, -(2**63), 0x299F31D0A4093822]
@@ -241,6 +242,80 @@ def test_a_threshold_out_of_reach_is_sought_among_all_keys(
     assert drawn and torch.equal(got, reference.pareto_sample(x, SEED, LEAST, 1e-6)[0])
 
 
+# of which float32 has some only, and rounds 1 − p of others
+HARD = [0.0, 1.0, 5e-324, 1e-310, 1e-45, 1e-30, 6e-8, 1 - 2**-24, 1 - 2**-53, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d", [2.5, 90.0])
+def test_float32_decides_only_what_is_certain(parts: Any, dtype: torch.dtype, d: float) -> None:
+    """Keys around both ends of the interval that has to contain the threshold, within what float32 may not
+    tell, and everywhere else."""
+    n, capacity = 6001, 8192
+    u = philox.uniform(SEED, (n,))
+    margin = 0.0482 / d**2 + 1e-5
+    width = 5.5 / d**0.5 + margin
+    share = torch.linspace(-1, 1, n, dtype=torch.float64)
+    near = 6e-8 * share / (u * (1 - u))
+    aim = torch.stack([near - width, near + width, 10 * share])[torch.arange(n) % 3, range(n)]
+    p = torch.sigmoid(torch.logit(u) - aim)
+    p[: 5 * len(HARD)] = torch.tensor(HARD, dtype=torch.float64).repeat(5)
+    p = p.to(dtype)
+    out, below = torch.empty(1, n, dtype=dtype), torch.zeros(1, dtype=torch.int32)
+    found, columns = torch.ones(1, dtype=torch.int32), torch.full((capacity,), n, dtype=torch.int32)
+    sums = torch.tensor([7.0, d], dtype=torch.float64)
+    parts.launch(
+        parts._part_keys, 1,
+        p, n, SEED, sums, below, found, columns, out, n, 6144, 1, capacity, LEAST, 1e-6, PARTS=1, PAIRS=1024,
+    )  # fmt: skip
+    listed = torch.zeros(n, dtype=torch.bool)
+    listed[columns[1 : int(found)].long()] = True
+    chosen = out[0] == 1
+    over = ~(chosen | listed)
+    assert listed.sum() == found - 1 and below == chosen.sum() and not (chosen & listed).any()
+    key = torch.logit(u) - torch.logit(p.double())
+    rounded = 6e-7  # of the ends in float32
+    assert chosen.any() and key[chosen].max() < rounded - width
+    assert over.any() and key[over].min() > width - rounded
+    # the upper bits of a uniform leave few others
+    assert listed.any() and (key[listed].abs() < width + 1e-5 + (2e-6 / (u * (1 - u)))[listed]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_long_rows_of_hard_probabilities(parts: Any, dtype: torch.dtype) -> None:
+    """Certain and impossible units, equal ones, and sums that are not whole, for which the phantom unit is
+    in the last chunk or begins another."""
+    for n in (63, 64, 65, 97):
+        x = torch.rand(4, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+        x[0, : 2 * len(HARD)] = torch.tensor(HARD, dtype=torch.float64).repeat(2)
+        x[1], x[2, ::2] = 0.3, 1
+        x[3] = x[3] / x[3].sum() * 20
+        x = x.to(dtype)
+        tolerance = n * torch.finfo(dtype).eps
+        assert by_formula(parts, x).all()
+        got, want = (f.pareto_sample(x, SEED, LEAST, tolerance)[0] for f in (parts, reference))
+        assert torch.equal(got, want)
+
+
+def test_the_threshold_has_to_be_where_all_keys_are_listed(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an interval that contains some of the thresholds, and lists that go beyond it."""
+    x = torch.rand(24, 41, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    monkeypatch.setattr(parts, "DEVIATIONS", parts.tl.constexpr(0.7))
+    monkeypatch.setattr(parts, "MARGIN", parts.tl.constexpr(0.5))
+    drawn = by_formula(parts, x)
+    whole = x.sum(-1, keepdim=True).ceil()
+    theta, d = reference.adjusted(torch.cat((x, whole - x.sum(-1, keepdim=True)), -1), 0)
+    keys = (philox.uniform(SEED, theta.shape).logit() - theta).sort(-1).values * d.sqrt()
+    k = whole.long().squeeze(-1)
+    # which lies between the last key that is chosen and the first that is not
+    last, after = (keys.gather(-1, at.unsqueeze(-1)).squeeze(-1) for at in (k - 1, k))
+    assert torch.equal(drawn, (after > -0.7) & (last < 0.7))
+    assert 5 < drawn.sum() < 19
+    assert torch.equal(alone(parts, monkeypatch, x)[0], reference.pareto_sample(x, SEED, LEAST, 1e-6)[0])
+
+
 def test_exact_samples_are_left_to_the_reference(draws: Any) -> None:
     x = torch.full((1, 12), 0.5)
     got, drawn = draws.pareto_sample(x, SEED, math.inf, 1e-6)
@@ -252,14 +327,15 @@ def test_equal_keys_are_chosen_from_the_left(draws: Any, monkeypatch: pytest.Mon
     x, k = torch.full((1, 30), 0.5), 15
     for held in (64, 8):
         monkeypatch.setattr(draws, "HELD", held)
-        monkeypatch.setattr(draws, "uniforms", _halves.__get__(draws))
+        monkeypatch.setattr(draws, "_words", _halves)
         got, drawn = draws.pareto_sample(x, SEED, LEAST, 1e-6)
         assert drawn and torch.equal(got, (torch.arange(30) < k).float()[None])
 
 
-def _halves(draws: Any, seed: Any, row: Any, block: Any) -> Any:
-    half = block.to(draws.tl.float64) * 0 + 0.5
-    return half, half
+def _halves(seed: Any, row: Any, block: Any) -> Any:
+    zero = (block * 0).to(tl.uint32)
+    half = zero + 1 << 31
+    return half, zero, half, zero
 
 
 def test_nothing_to_draw(kernels: ModuleType, draws: Any) -> None:

@@ -5,9 +5,10 @@ so that a draw reads the probabilities and writes the sample, and nothing else p
 
 Pareto sampling compares the odds e^(logit U − θ) instead of their logarithms. Of these about k lie below 1,
 with a standard deviation of 1/√d, d = Σπ(1 − π): the threshold is sought from there, by the number of keys
-below a guess. A row that one program holds takes one launch. A longer one takes three: its sums; its keys, of
-which only those near 1 are kept; and the choice among these. One more launch serves the rows for which the
-formula does not hold (:mod:`.calibration`). It finds out on the device which these are: nothing waits.
+below a guess. A row that one program holds takes one launch. A longer one takes three: its sums; its keys in
+float32, which decide all units but those with a key near 1; and the keys of these in float64, with the choice
+among them. One more launch serves the rows for which the formula does not hold (:mod:`.calibration`). It
+finds out on the device which these are: nothing waits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.calibration import LARGEST_VARIANCE, calibrate
-from khot._kernels.triton.fast import LOG2E, double, reciprocal, total
+from khot._kernels.triton.fast import LOG2E, double, plus, reciprocal, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.mask import topk_mask
@@ -33,6 +34,7 @@ from khot._kernels.triton.sizes import cdiv, next_power_of_2
 HELD = 4096  # entries of a row that one program holds, with a key of 64 bits each
 PIECE = 4  # entries of a thread in a piece
 MOST_PARTS = 512  # of a row, each of which reads the sums of all
+LISTED = 512  # units near the threshold that are looked at together
 CHUNK = 512  # entries of a long row that a program holds at a time
 CALIBRATED = 1 << 21  # units at most for which there is memory to calibrate them at a time
 CAREFUL = 512  # programs that calibrate, about twice as many as a large device runs at a time
@@ -41,6 +43,10 @@ CALIBRATED_WIDTH = 64  # units of a row that are calibrated side by side, for 16
 # The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
 # rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
+SPACING = tl.constexpr(2.0**-23)  # of the uniforms by which float32 decides
+ROUNDED = tl.constexpr(1e-6)
+ADJUSTMENT = tl.constexpr(0.0482)  # the most that p(1 − p)(p − ½) may be
+MARGIN = tl.constexpr(1e-5)  # for roundings of the ends
 GUESSES = tl.constexpr(12)  # by interpolation, before bisection takes over
 ROUNDS = tl.constexpr(philox.ROUNDS)
 MULTIPLIER_A, MULTIPLIER_B = (tl.constexpr(m) for m in philox.MULTIPLIERS)
@@ -59,8 +65,8 @@ def _midpoint(high, low):
 
 
 @triton.jit
-def uniforms(seed, row, block):
-    """The uniforms of the columns 2·block and 2·block + 1, in float64."""
+def _words(seed, row, block):
+    """32 random bits for each of the columns 2·block and 2·block + 1, each with 32 that come after them."""
     k, m = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     block, row = block.to(tl.int64), block * 0 + row
     a, b, c, d = (
@@ -74,7 +80,22 @@ def uniforms(seed, row, block):
         a, b = (q >> 32).to(tl.uint32) ^ b ^ k, q.to(tl.uint32)
         c, d = (p >> 32).to(tl.uint32) ^ d ^ m, p.to(tl.uint32)
         k, m = k + STEP_A, m + STEP_B
-    return _midpoint(b, a), _midpoint(d, c)
+    return b, a, d, c
+
+
+@triton.jit
+def uniforms(seed, row, block):
+    """The uniforms of the columns 2·block and 2·block + 1, in float64."""
+    a, a_after, b, b_after = _words(seed, row, block)
+    return _midpoint(a, a_after), _midpoint(b, b_after)
+
+
+@triton.jit
+def _uniform_of(seed, row, column):
+    """The uniforms of single columns."""
+    a, a_after, b, b_after = _words(seed, row, column // 2)
+    odd = column % 2 == 1
+    return _midpoint(tl.where(odd, b, a), tl.where(odd, b_after, a_after))
 
 
 @triton.jit
@@ -159,21 +180,21 @@ def _two_numbers(pointer, pair, n):
 
 
 @triton.jit
-def _moments(first, second):
-    """Of two probabilities: their sum, the sum of p − p², and 1 where one of them is none."""
-    a, b = double(first), double(second)
-    fair = (first >= 0) & (first <= 1) & (second >= 0) & (second <= 1)
-    return a + b, (a - a * a) + (b - b * b), tl.where(fair, 0.0, 1.0)
+def _moments(x):
+    """Probabilities, and p − p², which is NaN of what is none."""
+    p = double(x)
+    variance = p - p * p
+    return p, tl.where(variance >= 0, variance, float("nan"))
 
 
 @triton.jit
-def _plan(total, variance, wrong, least, tolerance):
+def _plan(total, variance, least, tolerance):
     """How many units are drawn, of which a phantom with the probability that follows; d; and whether the
-    formula of the adjustment holds."""
+    formula of the adjustment holds, which it does not of what is not of probabilities."""
     nearest = tl.floor(total + 0.5)
     phantom = tl.where(tl.abs(total - nearest) <= tolerance, 0.0, tl.ceil(total) - total)
     d = variance + (phantom - phantom * phantom)
-    fair = (wrong == 0) & (d >= least)
+    fair = d >= least
     k = tl.where(fair, tl.floor(total + phantom + 0.5), 1.0).to(tl.int32)
     return k, tl.where(fair, phantom, 0.0), tl.where(fair, d, 1.0), fair
 
@@ -326,15 +347,13 @@ def _pareto(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PAIRS)
-    p = ()
-    sums = _moments(tl.zeros((PAIRS,), tl.float32), tl.zeros((PAIRS,), tl.float32))
+    p, sums = (), ()
     for i in tl.static_range(PIECES):
         first, second = _two_numbers(x_pointer + row * x_stride, i * PAIRS + pair, n)
         p = p + (first, second)  # type: ignore[assignment]  # noqa: RUF005
-        more = _moments(first, second)
-        sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
+        sums = plus(plus(sums, _moments(first)), _moments(second))
     sums = total(sums, 1)
-    k, phantom, d, fair = _plan(sums[0], sums[1], sums[2], least, tolerance)
+    k, phantom, d, fair = _plan(sums[0], sums[1], least, tolerance)
     seed, scale = tl.load(seed_pointer), 1 / (d * d)
     keys = ()
     for i in tl.static_range(PIECES):
@@ -357,97 +376,114 @@ def _pareto(
 @triton.jit
 def _moments_between(x_pointer, begin, end, n, WIDTH: tl.constexpr):
     """The sums of :func:`_moments` over columns of a row."""
-    zero = tl.zeros((WIDTH,), tl.float32)
-    sums = _moments(zero, zero)
+    zero = tl.zeros((WIDTH,), tl.float64)
+    sums = (zero, zero)
     for start in range(begin, end, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        more = _moments(tl.load(x_pointer + column, mask=column < n, other=0.0), zero)
-        sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2])
+        sums = plus(sums, _moments(tl.load(x_pointer + column, mask=column < n, other=0.0)))
     return total(sums, 1)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _part_moments(
-    x_pointer, x_stride, sums_pointer, found_pointer, n, length, parts, CHUNK: tl.constexpr
+    x_pointer, x_stride, sums_pointer, found_pointer, columns_pointer, n, length, parts, capacity,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """The sums of a part. The row's list begins with its phantom unit."""
     row, part = place(parts)
     sums = _moments_between(
         x_pointer + row * x_stride, part * length, tl.minimum(n, (part + 1) * length), n, CHUNK
     )
-    at = sums_pointer + (row * 3) * parts + part
+    at = sums_pointer + (row * 2) * parts + part
     tl.store(at, sums[0])
     tl.store(at + parts, sums[1])
-    tl.store(at + 2 * parts, sums[2])
     if part == 0:
-        tl.store(found_pointer + row, 0)
+        tl.store(found_pointer + row, 1)
+        tl.store(columns_pointer + row * capacity, n)
 
 
 @triton.jit
 def _row_plan(sums_pointer, row, parts, least, tolerance, PARTS: tl.constexpr):
     part = tl.arange(0, PARTS)
-    at, there = sums_pointer + row * 3 * parts + part, part < parts
-    sums = (
-        tl.load(at, mask=there, other=0.0),
-        tl.load(at + parts, mask=there, other=0.0),
-        tl.load(at + 2 * parts, mask=there, other=0.0),
-    )
+    at, there = sums_pointer + row * 2 * parts + part, part < parts
+    sums = (tl.load(at, mask=there, other=0.0), tl.load(at + parts, mask=there, other=0.0))
     sums = total(sums, 1)
-    return _plan(sums[0], sums[1], sums[2], least, tolerance)
+    return _plan(sums[0], sums[1], least, tolerance)
 
 
 @triton.jit
-def _keep(key, column, keys_pointer, columns_pointer, found_pointer, near, capacity):
-    """Append the keys that are near to the row's list, in any order."""
-    slot = tl.atomic_add(found_pointer + column * 0, column * 0 + 1, mask=near, sem="relaxed")
-    near = near & (slot < capacity)
-    tl.store(keys_pointer + slot, key, mask=near)
-    tl.store(columns_pointer + slot, column, mask=near)
+def _far(x, word, low, high):
+    """Whether u(1 − p)/((1 − u)p) is certainly less than low, and whether it is certainly greater than high,
+    if of u the upper bits are known. ROUNDED covers eight roundings, of both sides."""
+    p = x if x.dtype == tl.float64 else x.to(tl.float32)
+    p, q = p.to(tl.float32), (1 - p).to(tl.float32)
+    u = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1
+    least, most = low * p, high * p
+    under = (u + SPACING) * (q + least) < least * (1 - ROUNDED)
+    return under, u * (q + most) > most * (1 + ROUNDED)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _part_keys(
-    x_pointer, x_stride, seed_pointer, sums_pointer, below_pointer, found_pointer, keys_pointer,
-    columns_pointer, out_pointer, n, length, parts, capacity, least, tolerance,
-    PARTS: tl.constexpr, PAIRS: tl.constexpr,
+    x_pointer, x_stride, seed_pointer, sums_pointer, below_pointer, found_pointer, columns_pointer,
+    out_pointer, n, length, parts, capacity, least, tolerance, PARTS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the part's units with keys far below 1, and list those with keys near 1."""
+    """Choose the part's units with keys far below 1, and list those with keys near 1, in any order."""
     row, part = place(parts)
-    _, phantom, d, _ = _row_plan(sums_pointer, row, parts, least, tolerance, PARTS)
-    seed, scale = tl.load(seed_pointer), 1 / (d * d)
-    width = DEVIATIONS / tl.sqrt(d)
-    low, high = _as_key(tl.exp(-width)), _as_key(tl.exp(width))
-    keys_pointer += row * capacity
+    _, _, d, _ = _row_plan(sums_pointer, row, parts, least, tolerance, PARTS)
+    seed, d = tl.load(seed_pointer), d.to(tl.float32)
+    width = (1 / tl.sqrt(d)) * DEVIATIONS + (1 / (d * d)) * ADJUSTMENT + MARGIN
+    low, high = tl.exp(-width), tl.exp(width)
     columns_pointer += row * capacity
     number = tl.zeros((PAIRS,), tl.int32)
-    for start in range(part * length, tl.minimum(n + 1, (part + 1) * length), 2 * PAIRS):
+    for start in range(part * length, tl.minimum(n, (part + 1) * length), 2 * PAIRS):
         pair = start // 2 + tl.arange(0, PAIRS)
-        first, second = _two_numbers(x_pointer + row * x_stride, pair, n)
-        a, b = _keys(first, second, pair, seed, row, n, phantom, scale)
-        number += tl.where(a < low, 1, 0) + tl.where(b < low, 1, 0)
-        near = (a >= low) & (a <= high)
-        _keep(a, 2 * pair, keys_pointer, columns_pointer, found_pointer + row, near, capacity)
-        near = (b >= low) & (b <= high)
-        _keep(b, 2 * pair + 1, keys_pointer, columns_pointer, found_pointer + row, near, capacity)
         column = _columns(pair)
-        out = tl.join(tl.where(a < low, 1.0, 0.0), tl.where(b < low, 1.0, 0.0))
+        first, second = _two_numbers(x_pointer + row * x_stride, pair, n)
+        words = _words(seed, row, pair)
+        a_under, a_over = _far(first, words[0], low, high)
+        b_under, b_over = _far(second, words[2], low, high)
+        number += tl.where(a_under, 1, 0) + tl.where(b_under, 1, 0)
+        out = tl.join(tl.where(a_under, 1.0, 0.0), tl.where(b_under, 1.0, 0.0))
         tl.store(out_pointer + row * n + column, out.to(out_pointer.dtype.element_ty), mask=column < n)
+        near = tl.join(~(a_under | a_over), ~(b_under | b_over)) & (column < n)
+        slot = tl.atomic_add(found_pointer + row + column * 0, column * 0 + 1, mask=near, sem="relaxed")
+        tl.store(columns_pointer + slot, column, mask=near & (slot < capacity))
     tl.store(below_pointer + row * parts + part, tl.sum(number))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _choose(
-    sums_pointer, below_pointer, found_pointer, keys_pointer, columns_pointer, out_pointer, drawn_pointer,
-    probabilities_pointer, n, parts, capacity, least, tolerance, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    x_pointer, x_stride, seed_pointer, sums_pointer, below_pointer, found_pointer, keys_pointer,
+    columns_pointer, out_pointer, drawn_pointer, probabilities_pointer, n, parts, capacity, least, tolerance,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Choose among the keys that are listed."""
+    """Choose among the units that are listed. All other keys are outside the interval that has to contain
+    the threshold."""
     row = tl.program_id(0).to(tl.int64)
-    k, _, d, fair = _row_plan(sums_pointer, row, parts, least, tolerance, PARTS)
+    k, phantom, d, fair = _row_plan(sums_pointer, row, parts, least, tolerance, PARTS)
     part = tl.arange(0, PARTS)
     k -= tl.sum(tl.load(below_pointer + row * parts + part, mask=part < parts, other=0))
     found = tl.load(found_pointer + row)
-    drawn = fair & (k >= 0) & (k <= found) & (found <= capacity)
-    found = tl.where(drawn, found, 0)
-    given = (keys_pointer + row * capacity, columns_pointer + row * capacity, found, tl.arange(0, WIDTH))
+    listed = fair & (found <= capacity)
+    found = tl.where(listed, found, 0)
+    seed, scale, slots = tl.load(seed_pointer), 1 / (d * d), tl.arange(0, WIDTH)
+    width = DEVIATIONS / tl.sqrt(d)
+    low, high = _as_key(tl.exp(-width)), _as_key(tl.exp(width))
+    keys_pointer += row * capacity
+    columns_pointer += row * capacity
+    under, up_to = slots * 0, slots * 0
+    for start in range(0, found, WIDTH):
+        there = start + slots < found
+        column = tl.load(columns_pointer + start + slots, mask=there, other=n)
+        p = double(tl.load(x_pointer + row * x_stride + column, mask=column < n, other=0.0))
+        key = _key(tl.where(column == n, phantom, p), _uniform_of(seed, row, column), scale)
+        tl.store(keys_pointer + start + slots, key, mask=there)
+        under += tl.where(there & (key < low), 1, 0)
+        up_to += tl.where(there & (key <= high), 1, 0)
+    tl.debug_barrier()
+    drawn = listed & (k >= tl.sum(under)) & (k <= tl.sum(up_to))
+    given = (keys_pointer, columns_pointer, tl.where(drawn, found, 0), slots)
     _mark(given, k, d, out_pointer + row * n, n, drawn)
     tl.store(drawn_pointer + row, drawn)
     if row == 0:
@@ -461,7 +497,7 @@ def _draw_carefully(
 ):  # fmt: skip
     """Draw from a row, and return whether it is of probabilities; if not, it is NaN."""
     sums = _moments_between(x_row, 0, n, n, WIDTH)
-    k, phantom, d, fair = _plan(sums[0], sums[1], sums[2], 0.0, tolerance)
+    k, phantom, d, fair = _plan(sums[0], sums[1], 0.0, tolerance)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         blank = tl.where(fair, 0.0, float("nan")).to(out_row.dtype.element_ty)
@@ -575,25 +611,28 @@ def _by_formula(
         arguments = (*source, seed, out, drawn, probabilities, n, least, tolerance)
         solver(rows, *arguments)
         return solver, rows, arguments
-    parts = min(cdiv(n + 1, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
-    length = cdiv(cdiv(n + 1, parts), CHUNK) * CHUNK
-    parts = cdiv(n + 1, length)
+    parts = min(cdiv(n, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
+    length = cdiv(cdiv(n, parts), CHUNK) * CHUNK
+    parts = cdiv(n, length)
     capacity = next_power_of_2(64 + int(8 * n**0.5))  # twice what p = ½ lets expect
-    sums = torch.empty(rows * parts * 3, dtype=torch.float64, device=out.device)
+    sums = torch.empty(rows * parts * 2, dtype=torch.float64, device=out.device)
     keys = torch.empty(rows * capacity, dtype=torch.int64, device=out.device)
     columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=out.device)
     columns, below, found = columns.split([rows * capacity, rows * parts, rows])
     which, rule = {"PARTS": next_power_of_2(parts)}, (least, tolerance)
-    launch(_part_moments, rows * parts, *source, sums, found, n, length, parts, CHUNK=CHUNK, num_warps=4)
+    launch(
+        _part_moments, rows * parts,
+        *source, sums, found, columns, n, length, parts, capacity, CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
     launch(
         _part_keys, rows * parts,
-        *source, seed, sums, below, found, keys, columns, out, n, length, parts, capacity, *rule,
+        *source, seed, sums, below, found, columns, out, n, length, parts, capacity, *rule,
         **which, PAIRS=CHUNK // 2, num_warps=4,
     )  # fmt: skip
     launch(
         _choose, rows,
-        sums, below, found, keys, columns, out, drawn, probabilities, n, parts, capacity, *rule,
-        **which, WIDTH=1024, num_warps=8,
+        *source, seed, sums, below, found, keys, columns, out, drawn, probabilities, n, parts, capacity,
+        *rule, **which, WIDTH=LISTED, num_warps=LISTED // 128,
     )  # fmt: skip
     return None
 
