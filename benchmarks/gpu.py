@@ -124,10 +124,10 @@ MODELS: dict[tuple[str, str], list[Step]] = {
     (LONG, "soft_sort"): [*SORTED, Measured(LONG, "soft_sort", 1)],
     (LONG, "ndcg_loss"): [*SORTED, *SORTED_ALONE, Measured(LONG, "ndcg_loss", 2)],
     (LONG, "spearman_loss"): [*SORTED, *SORTED, Measured(LONG, "spearman_loss", 2)],
-    # of 4,096 rows N(0, s²), s from 0.1 to 5, 250 are calibrated, the slowest in five steps of 4,100
-    # instructions and two of 600 for the mean; the seed, and the sum that carries the gradient
+    # of 4,096 rows N(0, s²), s from 0.1 to 5, 250 are calibrated, all in three steps of 900 instructions at
+    # most, after 1,100 and before 700 for the keys; the seed, and the sum that carries the gradient
     (SHORT, "sample_khot"): [
-        Measured(TOPK, "soft_topk"), SEED, Kernel("_pareto n = 64", N64, 8 * N64), Chain(24_000), SEED, SEED,
+        Measured(TOPK, "soft_topk"), SEED, Kernel("_pareto n = 64", N64, 8 * N64), Chain(4_500), SEED, SEED,
     ],
     # keys of all units in float32, and of some 300 of each row in float64; two that carry the gradient
     (LONG, "sample_khot"): [
@@ -310,9 +310,9 @@ _STREAMED = (
     "and so they hardly overlap"
 )
 _CALIBRATED = (
-    "the slowest row that is calibrated, by one program: five steps that follow one another, in float64. A "
-    "row with Σπ(1 − π) ≥ 2.5 takes none. A seed, the soft top-k, the draw and the calibration are four "
-    "launches; the two that carry the gradient are left out by calls without Python"
+    "the slowest row that is calibrated, by one program: three steps that follow one another. A row with "
+    "Σπ(1 − π) ≥ 2.5 takes none. A seed, the soft top-k, the draw and the calibration are four launches; the "
+    "two that carry the gradient are left out by calls without Python"
 )
 _SQUARES = "215 instructions for each of n² entries, which are 10 µs, and two launches"
 _FEW_SQUARES = "210 instructions for each of n² entries, in 64 programs, which leave most of the device idle"

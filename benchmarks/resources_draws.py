@@ -125,7 +125,7 @@ def cases() -> list[Case]:
         Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 60),
         Case(draws._part_keys, "long rows", {"PARTS": 1, **chunk}, 4, draws.CHUNK / 128, 150),
         Case(draws._choose, "long rows", {"PARTS": 1, "WIDTH": draws.LISTED}, draws.LISTED // 128, 4, 380),
-        Case(draws._careful, "rows that are calibrated", careful, 4, 8, 740, spills=10, registers=ALL),
+        Case(draws._careful, "rows that are calibrated", careful, 8, 4, 1_700, spills=110, limited=True),
         Case(draws._uniform, "", chunk, 4, draws.CHUNK / 128, 80),
         *(_tournament(nodes, bound) for nodes, bound in ((65, 340), (1_024, 430), (2_048, 530))),
         *(
@@ -785,6 +785,7 @@ class Line(NamedTuple):
 TYPES = {
     "x_pointer": "*fp32", "out_pointer": "*fp32", "at_pointer": "*fp32", "dx_pointer": "*fp32",
     "target_pointer": "*fp32", "seed_pointer": "*i64", "keys_pointer": "*i64", "drawn_pointer": "*i1",
+    "singles_pointer": "*fp32",
     "probabilities_pointer": "*i1", "least": "fp32", "tolerance": "fp32", "found_pointer": "*i32",
     "below_pointer": "*i32", "columns_pointer": "*i32", "units_pointer": "*i32", "units_after": "*i32",
     "cost_pointer": "*fp32", "grad_pointer": "*fp32", "dcost_pointer": "*fp32", "slack": "fp32",

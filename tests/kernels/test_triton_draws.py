@@ -172,6 +172,12 @@ FEW = {
     "nearly decided": [1 - 1e-7] * 2 + [1e-7] * 2,
     "many": [0.05] * 40,
     "halves": [0.5] * 7,
+    # Σπ(1 − π) is 0.02, from where on float32 serves
+    "fine": [0.9899, 0.0101],
+    "coarse": [0.9898, 0.0102],
+    "two pairs": [0.9, 0.1, 0.8, 0.2],
+    "nearly certain, with many": [1 - 1e-9, 1e-9, 0.7] + [0.3 / 20] * 20,
+    "slow": [0.55, 0.33, 0.11, 0.01, 1e-4, 1e-6, 1e-8, 1e-10],
 }
 
 
@@ -201,25 +207,40 @@ def test_calibration_gives_the_inclusion_probabilities(
     whole."""
     steps = []
     calibration = sys.modules[draws.calibrate.fn.__module__]
-    monkeypatch.setattr(calibration, "_step", _counting(calibration._step, steps))
+    monkeypatch.setattr(calibration, "_residuals", _counting(calibration._residuals, steps))
     probs = torch.tensor(FEW[name], dtype=torch.float64)
     n, k = len(probs), (probs.sum() - 1e-9).ceil().reshape(1)
     out, drawn, every = probs.clone(), torch.zeros(1, dtype=torch.bool), torch.ones((), dtype=torch.bool)
-    numbers = torch.full((4 * (n + 1),), math.nan, dtype=torch.float64)
+    numbers = torch.full((8 * (n + 1),), math.nan, dtype=torch.float64)
     draws.launch(
         draws._careful, 1,
-        probs, n, SEED, out, drawn, every, numbers, numbers.view(torch.int64), n, LEAST, 1e-6, 1, 1,
-        WIDTH=8, PAIRS=4,
+        probs, n, SEED, out, drawn, every, numbers, numbers.view(torch.int64), numbers.view(torch.float32),
+        n, LEAST, 1e-6, 1, 1, WIDTH=8, PAIRS=4,
     )  # fmt: skip
     whole = abs(probs.sum() - k) < 1e-6
     pi = probs[None] if whole else torch.cat((probs, k - probs.sum()))[None]
     theta = numbers[None, : pi.shape[-1]]
-    assert len(steps) <= 10
+    assert len(steps) <= 5
     if not theta.isfinite().any():
         assert torch.equal(theta.sigmoid(), pi)
         return
     got, _ = order_sampling.order_inclusion(fixed_point.tilted(theta, k), k)
-    assert (got - pi).abs().max() < 1.5e-7
+    assert (got - pi).abs().max() < 1e-6
+
+
+def test_calibration_shifts_sums_that_are_not_whole(draws: Any) -> None:
+    """By one constant on the logits, if they are nearly whole."""
+    probs = torch.tensor([[0.93, 0.42, 0.67, 0.01], [0.999, 0.6, 0.39, 2e-3]], dtype=torch.float64)
+    numbers = torch.full((2, 5 * 8), math.nan, dtype=torch.float64)
+    out, drawn, every = probs.clone(), torch.zeros(2, dtype=torch.bool), torch.ones((), dtype=torch.bool)
+    draws.launch(
+        draws._careful, 2,
+        probs, 4, SEED, out, drawn, every, numbers, numbers.view(torch.int64), numbers.view(torch.float32),
+        4, LEAST, 0.1, 2, 2, WIDTH=8, PAIRS=4,
+    )  # fmt: skip
+    k = probs.sum(-1).round()
+    got, _ = order_sampling.order_inclusion(fixed_point.tilted(numbers[:, :4], k), k)
+    assert (got - fixed_point.tilted(torch.logit(probs), k).sigmoid()).abs().max() < 1e-6
 
 
 def _counting(function: Any, calls: list[None]) -> Any:

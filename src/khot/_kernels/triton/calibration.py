@@ -7,12 +7,14 @@ independent trials over the frequencies of their sum,
     E[x_j Σ c x] = Σ_l A_l (r_j Σ c r + c_j r_j (1 − r_j)),    r = p e^(iω)/(1 − p + p e^(iω)),
 
 and likewise for 1 − x_j. Both have few terms, because the variance of the sum is small. θ solves π(θ) = π by
-steps θ ← θ + a(logit π − logit π(θ)). The derivative of logit π(θ) has eigenvalues from about 0.95, of many
-units, to n/(n − 1), of n equal units that share the variance. Three values of a, one after another, are one
-over the points at which Chebyshev's polynomial of that interval is 0. No earlier step has to be kept. Five
-steps are usual, and ten are needed where two units share the variance.
+steps θ ← θ + logit π − logit π(θ), each combined with the one before it (Anderson acceleration of depth 1).
+Three steps are usual, and five are needed where two units share the variance.
 
-Of a row in the memory of a program are four vectors: θ, c, and p and 1 − p of the independent trials.
+What is computed for each unit and node or frequency is in float32, whose errors are 1e-7 of a sum. Where the
+variance is less than FINE, they would be too much of the probabilities, and all is in float64.
+
+Of a row in the memory of a program are two vectors in float64, θ and logit π, and six in the precision of
+the rest: p and 1 − p of the independent trials, c, and what acceleration needs.
 """
 
 from __future__ import annotations
@@ -23,34 +25,34 @@ import triton
 import triton.language as tl
 
 from khot._kernels.reference import order_sampling
-from khot._kernels.triton.fast import LN2, double, total
+from khot._kernels.triton.fast import double, reciprocal, total
 
-__all__ = ["LARGEST_VARIANCE", "calibrate", "probability"]
+__all__ = ["LARGEST_VARIANCE", "VECTORS", "calibrate"]
 
+VECTORS = tl.constexpr(8)  # of a row with its phantom unit, in float64
 LARGEST_VARIANCE = 4.0  # of a row, for which there are frequencies enough
-FREQUENCIES = tl.constexpr(16)
-PERIOD = tl.constexpr(31)  # of a sum; sizes so far apart are 15 deviations or more from each other
-COS, SIN = tl.constexpr(math.cos(math.pi / 31)), tl.constexpr(math.sin(math.pi / 31))
-LEAST = tl.constexpr(0.95)  # of the eigenvalues
-ROOT = tl.constexpr(math.cos(math.pi / 6))  # of Chebyshev's third polynomial
-ITERATIONS = tl.constexpr(60)
-NEAR = tl.constexpr(3e-7)  # the error of π before the last step
-CLOSE = tl.constexpr(1e-3)  # and of its logit
+FINE = tl.constexpr(0.02)
+FREQUENCIES = tl.constexpr(8)
+PERIOD = tl.constexpr(15)  # of a sum; sizes so far apart are seven deviations or more from each other
+COS, SIN = tl.constexpr(math.cos(math.pi / 15)), tl.constexpr(math.sin(math.pi / 15))
+ITERATIONS = tl.constexpr(30)
+NEAR = tl.constexpr(5e-7)  # an error of π that is left
+CLOSE = tl.constexpr(1e-3)  # and one of its logit before the last step
 SETTLED = tl.constexpr(order_sampling.SETTLED)
-SPACING = tl.constexpr(0.375)  # of the integral's nodes
-NEGLIGIBLE = tl.constexpr(25.0)  # e^−25 times the greatest value is less than the error that is left
-MOST_NODES = tl.constexpr(1600)  # on a side: no exponential overflows
-NODES = tl.constexpr(16)  # of the integral, computed together
+# of the integral's nodes, at most and in deviations of the integrand, which is like a normal density
+SPACING, NORMAL_SPACING = tl.constexpr(0.8), tl.constexpr(0.9)
+NEGLIGIBLE = tl.constexpr(20.0)  # e^−20 times the greatest value is less than the error that is left
+NODES = tl.constexpr(32)  # of the integral, computed together: 16 on either side
+MOST_NODES = tl.constexpr(100)  # on a side: no exponential overflows
 CENTRING = tl.constexpr(20)  # steps, at most
-BIAS = tl.constexpr(1023)  # of the exponent of float64
 FARTHEST = tl.constexpr(30.0)  # a longer step would go by the odds of one side alone
-SETTLING = tl.constexpr(1e-9)  # the next step would be the square of this
+SETTLING = tl.constexpr(1e-9)  # a step that need not be made
 OFF_CENTRE = tl.constexpr(0.3)  # deviations of the sum, which cost no digits
 SMALL = tl.constexpr(1e-6)  # a variance that covers rounding errors of the mean
 
 
 @triton.jit
-def probability(x_pointer, column, n, phantom):
+def _probability(x_pointer, column, n, phantom):
     """π, with the phantom unit after the row."""
     p = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
     return tl.where(column == n, phantom, p)
@@ -64,10 +66,15 @@ def _logit(p):
 
 
 @triton.jit
+def _inverse(x):
+    return reciprocal(x) if x.dtype == tl.float32 else 1 / x
+
+
+@triton.jit
 def _sides(z):
     """σ(z) and 1 − σ(z), both to the last digits."""
     e = tl.exp(-tl.abs(z))
-    likely = 1 / (1 + e)
+    likely = _inverse(1 + e)
     unlikely = e * likely
     return tl.where(z > 0, likely, unlikely), tl.where(z > 0, unlikely, likely)
 
@@ -78,21 +85,27 @@ def _clamp(x, most):
 
 
 @triton.jit
-def _centre(x_pointer, n, units, phantom, k, WIDTH: tl.constexpr):
-    """The shift s with Σσ(logit π − s) = k, to rounding, and whether no unit is free then.
+def _centre(x_pointer, theta_pointer, goal_pointer, n, units, phantom, k, shift, WIDTH: tl.constexpr):
+    """Store logit π − s, with the shift s that makes Σσ(logit π − s) = k, to rounding; it is ±inf where no
+    unit is free then. Returns the variance of the sum, Σσ of the units below ½ and Σ(1 − σ) of those above,
+    and how many units are certain.
 
     What is unlikely is summed on its own for either side of ½, so that no digit is lost where nearly
     everything is certain.
     """
-    shift = k * 0
-    decided = shift != 0
+    variance, below, above, certain = shift * 0, shift * 0, shift * 0, shift * 0
+    decided = shift != shift
     tries = 0
     running = tries == 0
     while running:
         zero = tl.zeros((WIDTH,), tl.float64)
-        sums = (zero, zero, zero, zero, zero)
+        sums = (zero, zero, zero, zero, zero, zero)
         for start in range(0, units, WIDTH):
-            z = _logit(probability(x_pointer, start + tl.arange(0, WIDTH), n, phantom)) - shift
+            column = start + tl.arange(0, WIDTH)
+            z = _logit(_probability(x_pointer, column, n, phantom)) - shift
+            z = tl.where(decided, tl.where(z > 0, float("inf"), float("-inf")), z)
+            tl.store(theta_pointer + column, z, mask=column < units)
+            tl.store(goal_pointer + column, z, mask=column < units)
             yes, no = _sides(z)
             up = yes > no
             both = yes * no
@@ -100,40 +113,22 @@ def _centre(x_pointer, n, units, phantom, k, WIDTH: tl.constexpr):
                 sums[0] + tl.where(up, 1.0, 0.0),
                 sums[1] + tl.where(up, 0.0, yes), sums[2] + tl.where(up, no, 0.0),
                 sums[3] + tl.where(up, 0.0, both), sums[4] + tl.where(up, both, 0.0),
+                sums[5] + tl.where(z == float("inf"), 1.0, 0.0),
             )  # fmt: skip
-        ups, below, above, below_slope, above_slope = total(sums, 1)
+        ups, below, above, below_slope, above_slope, certain = total(sums, 1)
+        variance = below_slope + above_slope
         more = ups - k
-        decided = (more == 0) & ((below > 0) != (above > 0))
-        slope = below_slope + above_slope
-        step = _clamp((more + (below - above)) / tl.where(slope > 0, slope, 1.0), 1.0)
+        was, decided = decided, (more == 0) & ((below > 0) != (above > 0))
+        step = _clamp((more + (below - above)) / tl.where(variance > 0, variance, 1.0), 1.0)
         if (more == 0) & (below > 0) & (above > 0):
             step = _clamp(tl.log(below / above) / (below_slope / below + above_slope / above), FARTHEST)
-        step = tl.where(decided | (slope == 0), 0.0, step)
-        shift += step
+        step = tl.where(decided | (variance == 0), 0.0, step)
         tries += 1
-        running = (tl.abs(step) > SETTLING) & (tries < CENTRING)
-    return shift, decided
-
-
-@triton.jit
-def _begin(x_pointer, theta_pointer, n, units, phantom, shift, decided, WIDTH: tl.constexpr):
-    """Store logit π, shifted, as θ. Returns the variance of the sum, and the odds of the unlikely units' sums
-    below and above ½."""
-    zero = tl.zeros((WIDTH,), tl.float64)
-    sums = (zero, zero, zero)
-    for start in range(0, units, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        z = _logit(probability(x_pointer, column, n, phantom)) - shift
-        z = tl.where(decided, tl.where(z > 0, float("inf"), float("-inf")), z)
-        tl.store(theta_pointer + column, z, mask=column < units)
-        yes, no = _sides(z)
-        odds = tl.exp(-tl.abs(z))
-        sums = (
-            sums[0] + yes * no,
-            sums[1] + tl.where(yes > no, 0.0, odds), sums[2] + tl.where(yes > no, odds, 0.0),
-        )  # fmt: skip
+        # of units that are decided once more, to store what they are
+        running = ((tl.abs(step) > SETTLING) | (decided & ~was)) & (tries < CENTRING)
+        shift += tl.where(running, step, 0.0)
     tl.debug_barrier()
-    return total(sums, 1)
+    return variance, below, above, certain
 
 
 @triton.jit
@@ -150,30 +145,33 @@ def _add_swaps(theta_pointer, units, below, above, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _near(theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH: tl.constexpr):
-    """An offset for which the mean Σσ(θ − offset) is near k, and how many units are certain. Store p and
-    1 − p of the units that are random; of all others 0 and 1."""
+def _near(
+    theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """An offset for which the mean Σσ(θ − offset) of the random units is near k, the variance, and how many
+    of them are likely. Store their p and 1 − p; of all others 0 and 1."""
     tries = 0
     running = tries == 0
-    certain = offset
+    variance, ups = offset.to(COMPUTE), offset.to(COMPUTE)
     while running:
-        zero = tl.zeros((WIDTH,), tl.float64)
+        zero = tl.zeros((WIDTH,), COMPUTE)
         sums = (zero, zero, zero)
         for start in range(0, units, WIDTH):
             column = start + tl.arange(0, WIDTH)
             z = tl.load(theta_pointer + column, mask=column < units, other=float("-inf"))
-            yes, no = _sides(z - offset)
-            always = z == float("inf")
-            sums = (sums[0] + yes, sums[1] + yes * no, sums[2] + tl.where(always, 1.0, 0.0))
-            tl.store(p_pointer + column, tl.where(always, 0.0, yes), mask=column < units)
-            tl.store(q_pointer + column, tl.where(always, 1.0, no), mask=column < units)
-        mean, variance, certain = total(sums, 1)
-        running = (tl.abs(mean - k) > OFF_CENTRE * tl.sqrt(variance + SMALL)) & (tries < CENTRING)
+            yes, no = _sides((z - offset).to(COMPUTE))
+            yes, no = tl.where(z == float("inf"), 0.0, yes), tl.where(z == float("inf"), 1.0, no)
+            sums = (sums[0] + yes, sums[1] + yes * no, sums[2] + tl.where(yes > no, 1.0, 0.0))
+            tl.store(p_pointer + column, yes, mask=column < units)
+            tl.store(q_pointer + column, no, mask=column < units)
+        mean, variance, ups = total(sums, 1)
+        more = mean - k.to(COMPUTE)
+        running = (tl.abs(more) > OFF_CENTRE * tl.sqrt(variance + SMALL)) & (tries < CENTRING)
         if running:
-            offset += _clamp((mean - k) / variance, 1.0)
+            offset += _clamp(more / variance, 1.0)
         tries += 1
     tl.debug_barrier()
-    return offset, certain
+    return offset, variance, ups
 
 
 @triton.jit
@@ -189,44 +187,48 @@ def _product(a, b):
 
 
 @triton.jit
-def _log_of_product(x):
-    """Of the numbers in each column, which are > 0. The digits are multiplied and the exponents added: a
-    logarithm of each number would take most of the time."""
-    bits = x.to(tl.int64, bitcast=True)
-    exponents = (bits >> 52) - BIAS
-    digits = ((bits & ((1 << 52) - 1)) | (BIAS << 52)).to(tl.float64, bitcast=True)
-    product = tl.reduce(digits, 0, _product)
-    return tl.log(product) + LN2 * tl.sum(exponents, axis=0).to(tl.float64)
+def _factor(p, q, e, inverse):
+    """q + p·e of unlikely units, and as much divided by e of likely ones, so that products of many are in
+    range; and what they have to be multiplied by."""
+    up = p > q
+    return tl.where(up, p, q) + tl.where(up, q, p) * tl.where(up, inverse, e), tl.where(up, inverse, 1.0)
 
 
 @triton.jit
-def _coefficients(p_pointer, q_pointer, c_pointer, units, k, WIDTH: tl.constexpr):
+def _coefficients(
+    p_pointer, q_pointer, c_pointer, units, k, variance, ups, WIDTH: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
     """Store c, up to one factor: the integral by the trapezoidal rule. The integrand falls off on either side
-    of 0, from where nodes are added, first on one side, then on the other, until it is negligible."""
-    first, side = 0, k * 0 + 1
+    of 0, from where nodes are added on both sides until it is negligible."""
+    spacing = tl.minimum((1 / tl.sqrt(variance)) * NORMAL_SPACING, SPACING)
+    index = tl.arange(0, NODES)
+    first = 0
     running = first == 0
     while running:
-        node = first + tl.arange(0, NODES)
-        t = side * SPACING * node.to(tl.float64)
+        side = tl.where(index < NODES // 2, -1 - first - index, first + index - NODES // 2)
+        t = side.to(COMPUTE) * spacing
         e = tl.exp(t)
-        level = tl.zeros((NODES,), tl.float64)
+        inverse = _inverse(e)
+        product = t * 0 + 1
         for start in range(0, units, WIDTH):
             p, q = _random(p_pointer, q_pointer, start + tl.arange(0, WIDTH), units)
-            level += _log_of_product(q[:, None] + p[:, None] * e[None, :])
-        depth = level - k * t
+            factor, _ = _factor(p[:, None], q[:, None], e[None, :], inverse[None, :])
+            product *= tl.reduce(factor, 0, _product)
+        depth = tl.log(product) - (k.to(COMPUTE) - ups) * t
         weight = tl.exp(-depth)
-        over = (tl.max(depth) > NEGLIGIBLE) | (first > MOST_NODES)
+        last = index % (NODES // 2) == NODES // 2 - 1
+        over = (tl.min(tl.where(last, depth, float("inf"))) > NEGLIGIBLE) | (first >= MOST_NODES)
         for start in range(0, units, WIDTH):
             column = start + tl.arange(0, WIDTH)
             p, q = _random(p_pointer, q_pointer, column, units)
-            c = tl.sum(weight[:, None] / (q[None, :] + p[None, :] * e[:, None]), axis=0)
-            if (first > 0) | (side < 0):
+            factor, scale = _factor(p[None, :], q[None, :], e[:, None], inverse[:, None])
+            c = tl.sum(weight[:, None] * scale * _inverse(factor), axis=0)
+            if first > 0:
                 c += tl.load(c_pointer + column, mask=column < units, other=0.0)
-            tl.store(c_pointer + column, tl.where(over & (side < 0), c * q, c), mask=column < units)
+            tl.store(c_pointer + column, tl.where(over, c * q, c), mask=column < units)
         tl.debug_barrier()
-        running = (side > 0) | (over == 0)
-        first = tl.where(over, 1, first + NODES)
-        side = tl.where(over, -side, side)
+        running = over == 0
+        first += NODES // 2
 
 
 @triton.jit
@@ -237,10 +239,10 @@ def _times(a, b, c, d):
 
 @triton.jit
 def _half_turns(order):
-    """cos and sin of order·π/PERIOD, for orders from 0 to 31. (For all angles, tl.sin takes far more.)"""
+    """cos and sin of order·π/PERIOD, for orders from 0 to 15. (For all angles, tl.sin takes far more.)"""
     x, y = order.to(tl.float64) * 0 + 1, order.to(tl.float64) * 0
     c, s = tl.zeros((), tl.float64) + COS, tl.zeros((), tl.float64) + SIN
-    for bit in tl.static_range(5):
+    for bit in tl.static_range(4):
         turned_x, turned_y = _times(x, y, c, s)
         there = (order >> bit) & 1 == 1
         x, y = tl.where(there, turned_x, x), tl.where(there, turned_y, y)
@@ -249,24 +251,46 @@ def _half_turns(order):
 
 
 @triton.jit
+def _turns(k):
+    """Of each frequency ω: 1 − cos ω, without cancellation, sin ω, and its weight times e^(−iωk)."""
+    order = tl.arange(0, FREQUENCIES)
+    cos, sin = _half_turns(order)
+    c, s = _half_turns(order * (k.to(tl.int32) % PERIOD) % PERIOD)
+    weight = tl.where(order > 0, 2.0, 1.0)
+    return 2 * sin * sin, 2 * sin * cos, weight * (c * c - s * s), -2 * weight * s * c
+
+
+@triton.jit
 def _factors(p, less, sin):
     """1 − p + p e^(iω), and 1 over it."""
     a = 1 - p * less
     b = p * sin
-    size = 1 / (a * a + b * b)
+    size = _inverse(a * a + b * b)
     return a, b, a * size, -b * size
 
 
 @triton.jit
-def _step(
-    x_pointer, theta_pointer, p_pointer, q_pointer, c_pointer, n, units, phantom, shift, k, a,
-    WIDTH: tl.constexpr,
+def _product_and_sums(x, y, a, b, other_x, other_y, other_a, other_b):
+    x, y = _times(x, y, other_x, other_y)
+    return x, y, a + other_a, b + other_b
+
+
+@triton.jit
+def _sums_and_most(a, b, c, d, other_a, other_b, other_c, other_d):
+    return a + other_a, b + other_b, tl.maximum(c, other_c), tl.maximum(d, other_d)
+
+
+@triton.jit
+def _residuals(
+    goal_pointer, p_pointer, q_pointer, c_pointer, residual_pointer, turned_pointer, units, turns, steps,
+    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Move θ by one step, `a` times the residual. Returns the greatest error of π(θ) before, and that of its
+    """Store logit π − logit π(θ), and how much it changed since the last step. Returns the scalar product of
+    both and the square of the change, by the variance of each unit, and the greatest error of π(θ) and of its
     logit."""
-    order = tl.arange(0, FREQUENCIES)
-    cos, sin = _half_turns(order)
-    less, sin = 2 * sin * sin, 2 * sin * cos  # 1 − cos ω, without cancellation, and sin ω
+    less, sin, turn_x, turn_y = (
+        turns[0].to(COMPUTE), turns[1].to(COMPUTE), turns[2].to(COMPUTE), turns[3].to(COMPUTE)
+    )  # fmt: skip
     x, y = less * 0 + 1, less * 0
     sum_x, sum_y = less * 0, less * 0
     for start in range(0, units, WIDTH):
@@ -274,67 +298,112 @@ def _step(
         p, _ = _random(p_pointer, q_pointer, column, units)
         c = tl.load(c_pointer + column, mask=column < units, other=0.0)
         real, imaginary, u, v = _factors(p[:, None], less[None, :], sin[None, :])
-        product_x, product_y = tl.reduce((real, imaginary), 0, _times)
-        x, y = _times(x, y, product_x, product_y)
         r_x, r_y = _times(1 - less[None, :], sin[None, :], u, v)
-        sum_x += tl.sum((c * p)[:, None] * r_x, axis=0)
-        sum_y += tl.sum((c * p)[:, None] * r_y, axis=0)
-    c_k, s_k = _half_turns(order * k.to(tl.int32) % PERIOD)
-    x, y = _times(x, y, c_k * c_k - s_k * s_k, -2 * s_k * c_k)  # times e^(−iωk)
-    x, y = tl.where(order > 0, 2 * x, x), tl.where(order > 0, 2 * y, y)
+        found = (real, imaginary, (c * p)[:, None] * r_x, (c * p)[:, None] * r_y)
+        x, y, sum_x, sum_y = _product_and_sums(x, y, sum_x, sum_y, *tl.reduce(found, 0, _product_and_sums))
+    x, y = _times(x, y, turn_x, turn_y)
     sum_x, sum_y = _times(x, y, sum_x, sum_y)
-    error, rest = tl.zeros((WIDTH,), tl.float64), tl.zeros((WIDTH,), tl.float64)
+    zero = tl.zeros((WIDTH,), COMPUTE)
+    along, length, error, rest = zero, zero, zero, zero
     for start in range(0, units, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        theta = tl.load(theta_pointer + column, mask=column < units, other=float("-inf"))
+        there = column < units
+        goal = tl.load(goal_pointer + column, mask=there, other=float("-inf")).to(COMPUTE)
         p, q = _random(p_pointer, q_pointer, column, units)
-        c = tl.load(c_pointer + column, mask=column < units, other=0.0)
+        c = tl.load(c_pointer + column, mask=there, other=0.0)
+        before = tl.load(residual_pointer + column, mask=there & (steps > 0), other=0.0)
         _, _, u, v = _factors(p[None, :], less[:, None], sin[:, None])
         r_x, r_y = _times(1 - less[:, None], sin[:, None], u, v)
         selected, _ = _times(sum_x[:, None], sum_y[:, None], r_x, r_y)
         left, _ = _times(sum_x[:, None], sum_y[:, None], u, v)
         r_x, r_y = _times(r_x, r_y, u, v)
         both, _ = _times(x[:, None], y[:, None], r_x, r_y)
-        cross = c * p * q * tl.sum(both, axis=0)
-        yes, no = p * tl.sum(selected, axis=0) + cross, q * tl.sum(left, axis=0) - cross
-        known = (tl.abs(theta) < float("inf")) & (yes > 0) & (no > 0)
+        selected, left, both = total((selected, left, both), 1)
+        cross = c * p * q * both
+        yes, no = p * selected + cross, q * left - cross
+        known = (tl.abs(goal) < float("inf")) & (yes > 0) & (no > 0)
         yes, no = tl.where(known, yes, 0.5), tl.where(known, no, 0.5)
-        goal = tl.where(known, _logit(probability(x_pointer, column, n, phantom)) - shift, 0.0)
+        goal = tl.where(known, goal, 0.0)
         residual = goal - tl.log(yes / no)
         wanted, _ = _sides(goal)
+        turned = residual - before
+        along += p * q * turned * residual
+        length += p * q * turned * turned
         error = tl.maximum(error, tl.abs(yes / (yes + no) - wanted))
         rest = tl.maximum(rest, tl.abs(residual))
-        tl.store(theta_pointer + column, theta + a * residual, mask=column < units)
+        tl.debug_barrier()  # the last residuals may be read by several threads
+        tl.store(residual_pointer + column, residual, mask=there)
+        tl.store(turned_pointer + column, turned, mask=there)
     tl.debug_barrier()
-    return tl.max(error), tl.max(rest)
+    return tl.reduce((along, length, error, rest), 0, _sums_and_most)
 
 
 @triton.jit
-def calibrate(x_pointer, n, k, phantom, theta_pointer, WIDTH: tl.constexpr):
-    """Store the θ of a row and its phantom unit, ±inf for certain units, in the first of four vectors for
-    which there is room. Returns how many units there are: the phantom is none where it is impossible."""
-    c_pointer = theta_pointer + n + 1
-    p_pointer, q_pointer = c_pointer + n + 1, c_pointer + 2 * (n + 1)
-    k = k.to(tl.float64)
-    units = tl.where(phantom > 0, n + 1, n)
-    shift, decided = _centre(x_pointer, n, units, phantom, k, WIDTH)
-    variance, below, above = _begin(x_pointer, theta_pointer, n, units, phantom, shift, decided, WIDTH)
-    running = variance >= SETTLED
-    if variance < SETTLED:
-        _add_swaps(theta_pointer, units, below, above, WIDTH)
-    # of equal units, whose eigenvalue is n/(n − 1), all are likely to the half
-    greatest = 1 + 1 / tl.maximum(4 * variance - 1, 1.0)
-    middle, half = (greatest + LEAST) / 2, (greatest - LEAST) / 2
-    offset = shift * 0
-    count = 0
+def _move(
+    theta_pointer, residual_pointer, turned_pointer, move_pointer, units, back, steps, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Move θ by the residual, less what the last move and the change since then say of it."""
+    for start in range(0, units, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        there = column < units
+        theta = tl.load(theta_pointer + column, mask=there, other=0.0)
+        turned = tl.load(turned_pointer + column, mask=there, other=0.0)
+        move = tl.load(move_pointer + column, mask=there & (steps > 0), other=0.0)
+        move = tl.load(residual_pointer + column, mask=there, other=0.0) - back * (move + turned)
+        tl.store(move_pointer + column, move, mask=there)
+        tl.store(theta_pointer + column, theta + move, mask=there)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _solve(theta_pointer, goal_pointer, pointer, n, units, k, WIDTH: tl.constexpr, COMPUTE: tl.constexpr):
+    """Move θ to where π(θ) = π, of which the units that are not certain make k."""
+    size = n + 1
+    p_pointer, q_pointer, c_pointer = pointer, pointer + size, pointer + 2 * size
+    residual_pointer, turned_pointer, move_pointer = (
+        pointer + 3 * size,
+        pointer + 4 * size,
+        pointer + 5 * size,
+    )
+    turns = _turns(k)
+    offset, before, steps = k * 0, (k * 0).to(COMPUTE), 0
+    running = steps == 0
     while running:
-        offset, certain = _near(theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH)
-        _coefficients(p_pointer, q_pointer, c_pointer, units, k - certain, WIDTH)
-        root = tl.where(count % 3 == 0, -ROOT, tl.where(count % 3 == 1, 0.0, ROOT))
-        error, rest = _step(
-            x_pointer, theta_pointer, p_pointer, q_pointer, c_pointer, n, units, phantom, shift, k - certain,
-            1 / (middle + half * root), WIDTH,
+        offset, variance, ups = _near(theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH, COMPUTE)
+        _coefficients(p_pointer, q_pointer, c_pointer, units, k, variance, ups, WIDTH, COMPUTE)
+        along, length, error, rest = _residuals(
+            goal_pointer, p_pointer, q_pointer, c_pointer, residual_pointer, turned_pointer, units, turns,
+            steps, WIDTH, COMPUTE,
         )  # fmt: skip
-        count += 1
-        running = ((error > NEAR) | (rest > CLOSE)) & (count < ITERATIONS)
+        back = tl.where((steps > 0) & (length > 0), along / tl.where(length > 0, length, 1.0), 0.0)
+        _move(theta_pointer, residual_pointer, turned_pointer, move_pointer, units, back, steps, WIDTH)
+        steps += 1
+        # the error shrinks once more by what it shrank by, or by more
+        left = (error > NEAR) & (error * error > NEAR * before)
+        before = error
+        running = (left | (rest > CLOSE)) & (steps < ITERATIONS)
+
+
+@triton.jit
+def calibrate(
+    x_pointer, n, k, phantom, shift, variance, numbers_pointer, singles_pointer, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Store the θ of a row and its phantom unit, ±inf for certain units, in the first of the VECTORS for
+    which there is room; `shift` is one by which Σπ is nearly k, and `variance` Σπ(1 − π). Returns how many
+    units there are: the phantom is none where it is impossible."""
+    k = k.to(tl.float64)
+    size = n + 1
+    goal_pointer = numbers_pointer + size
+    units = tl.where(phantom > 0, size, n)
+    coarse = variance >= FINE
+    variance, below, above, certain = _centre(
+        x_pointer, numbers_pointer, goal_pointer, n, units, phantom, k, tl.where(coarse, shift, 0.0), WIDTH
+    )
+    k -= certain
+    if variance < SETTLED:
+        _add_swaps(numbers_pointer, units, below, above, WIDTH)
+    elif coarse:
+        _solve(numbers_pointer, goal_pointer, singles_pointer + 4 * size, n, units, k, WIDTH, tl.float32)
+    else:
+        _solve(numbers_pointer, goal_pointer, numbers_pointer + 2 * size, n, units, k, WIDTH, tl.float64)
     return units

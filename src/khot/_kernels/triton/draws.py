@@ -24,7 +24,7 @@ from khot._core import eager
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
 from khot._kernels.triton import layout, native
-from khot._kernels.triton.calibration import LARGEST_VARIANCE, calibrate
+from khot._kernels.triton.calibration import LARGEST_VARIANCE, VECTORS, calibrate
 from khot._kernels.triton.fast import LOG2E, double, plus, reciprocal, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import Variant, launch, variant
@@ -36,10 +36,11 @@ PIECE = 4  # entries of a thread in a piece
 MOST_PARTS = 512  # of a row, each of which reads the sums of all
 LISTED = 512  # units near the threshold that are looked at together
 CHUNK = 512  # entries of a long row that a program holds at a time
-CALIBRATED = 1 << 21  # units at most for which there is memory to calibrate them at a time
+CALIBRATED = 1 << 20  # units at most for which there is memory to calibrate them at a time
 CAREFUL = 512  # programs that calibrate, about twice as many as a large device runs at a time
 LOOK = tl.constexpr(32)  # rows of a program that are looked at together
-CALIBRATED_WIDTH = 64  # units of a row that are calibrated side by side, for 16 nodes or frequencies each
+CALIBRATED_WIDTH = 64  # units of a row that are calibrated side by side, for 32 nodes or 8 frequencies each
+CALIBRATING = {"num_warps": 8}
 # The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
 # rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
@@ -492,8 +493,8 @@ def _choose(
 
 @triton.jit
 def _draw_carefully(
-    x_row, out_row, row, seed, numbers_pointer, keys_pointer, n, least, tolerance, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
+    x_row, out_row, row, seed, numbers_pointer, keys_pointer, singles_pointer, n, least, tolerance,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Draw from a row, and return whether it is of probabilities; if not, it is NaN."""
     sums = _moments_between(x_row, 0, n, n, WIDTH)
@@ -506,21 +507,22 @@ def _draw_carefully(
         calibrated = d < least
         units = n + 1
         if calibrated:
-            units = calibrate(x_row, n, k, phantom, numbers_pointer, WIDTH)
+            shift = (sums[0] + phantom - k) / d
+            units = calibrate(x_row, n, k, phantom, shift, d, numbers_pointer, singles_pointer, WIDTH)
         keys_row = keys_pointer + n + 1
         d = tl.where(calibrated, 1.0, d)
         scale = 1 / (d * d)
         for start in range(0, units, 2 * PAIRS):
             pair = start // 2 + tl.arange(0, PAIRS)
             column = _columns(pair)
-            first, second = _two_numbers(x_row, pair, n)
-            a, b = _keys(first, second, pair, seed, row, n, phantom, scale)
-            key = tl.join(a, b)
+            u, v = uniforms(seed, row, pair)
+            u = tl.join(u, v)
             if calibrated:
-                u, v = uniforms(seed, row, pair)
-                u = tl.join(u, v)
                 theta = tl.load(numbers_pointer + column, mask=column < units, other=0.0)
                 key = _as_key(u / (1 - u) * tl.exp(-theta))
+            else:
+                p = double(tl.load(x_row + column, mask=column < n, other=0.0))
+                key = _key(tl.where(column == n, phantom, p), u, scale)
             tl.store(keys_row + column, key, mask=column < units)
         tl.debug_barrier()
         _mark((keys_row, None, units, tl.arange(0, 2 * PAIRS)), k, d, out_row, n, fair)
@@ -531,18 +533,20 @@ def _draw_carefully(
 @triton.jit(do_not_specialize=["rows", "programs"])
 def _careful(
     x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, numbers_pointer,
-    keys_pointer, n, least, tolerance, rows, programs, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    keys_pointer, singles_pointer, n, least, tolerance, rows, programs, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The rows that have no draw yet: d is less than `least`, and they are calibrated; or too many keys, or
     too few, were near 1. A row that is not of probabilities is NaN, and the flag for all rows is lowered.
 
-    Numbers and keys are two views of the same memory: of each program, the θ and the keys of a row, and two
-    more vectors. Calibration needs all of it.
+    Numbers, keys and singles are three views of the same memory: of each program, the θ and the keys of a
+    row, and more vectors. Calibration needs all of it.
     """
     program = tl.program_id(0).to(tl.int64)
-    seed, at = tl.load(seed_pointer), program * 4 * (n + 1)
+    seed, at = tl.load(seed_pointer), program * VECTORS * (n + 1)
     numbers_pointer += at
     keys_pointer += at
+    singles_pointer += 2 * at
     first = program
     while first < rows:
         look = first + tl.arange(0, LOOK) * programs
@@ -552,7 +556,7 @@ def _careful(
                 if tl.load(drawn_pointer + row, mask=row < rows, other=True) == 0:
                     fair = _draw_carefully(
                         x_pointer + row * x_stride, out_pointer + row * n, row, seed, numbers_pointer,
-                        keys_pointer, n, least, tolerance, WIDTH, PAIRS,
+                        keys_pointer, singles_pointer, n, least, tolerance, WIDTH, PAIRS,
                     )  # fmt: skip
                     if fair == 0:
                         tl.store(probabilities_pointer, False)
@@ -578,12 +582,12 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
     drawn, probabilities = flags[16:], flags[0]  # both where Triton takes an address to be aligned
     first = _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
     programs = min(rows, CAREFUL, max(1, CALIBRATED // n))
-    numbers = torch.empty(programs * 4 * (n + 1), dtype=torch.float64, device=probs.device)
+    numbers = torch.empty(programs * VECTORS.value * (n + 1), dtype=torch.float64, device=probs.device)
     width = max(2, min(CALIBRATED_WIDTH, next_power_of_2(n)))
-    careful = variant(_careful, WIDTH=width, PAIRS=width // 2, num_warps=4)
+    careful = variant(_careful, WIDTH=width, PAIRS=width // 2, **CALIBRATING, **layout.registers())
     arguments = (
-        *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64), n, least, tolerance,
-        rows, programs,
+        *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64),
+        numbers.view(torch.float32), n, least, tolerance, rows, programs,
     )  # fmt: skip
     careful(programs, *arguments)
     if first is not None and eager.launching:

@@ -68,7 +68,9 @@ LAUNCHES = {
     "selectable": (Launch(("x",), ("out",), ("most",)),),
     "soft_topk_magnitude": _MAGNITUDE,
     "sizes": _MAGNITUDE,
-    "pareto_sample": (Launch(("x", "seed"), ("out", "drawn", "probabilities", "numbers", "keys"), ()),),
+    "pareto_sample": (
+        Launch(("x", "seed"), ("out", "drawn", "probabilities", "numbers", "keys", "singles"), ()),
+    ),
     "topk": (Launch(("x",), ("values", "index"), ()),),
     "soft_budget": (
         Launch(("x", "cost"), ("out", "hi", "lo"), ("budget", "tau")),
