@@ -92,12 +92,12 @@ def _pareto(n: int, bound: float) -> Case:
 
 
 def _poisson(n: int, bound: float, few: bool = False) -> Case:
-    """Calibration and draw, in float64."""
+    """Calibration and draw of rows with whole sums, in float64."""
     constants = conditional_poisson.which(n)
     warps = constants.pop("num_warps")
     return Case(
-        conditional_poisson._conditional_poisson, f"n = {n:,}", constants, warps,
-        constants["BLOCK"] / 32 / warps, bound, registers=ALL, few=few,
+        conditional_poisson._conditional_poisson, f"n = {n:,}", constants | {"WHOLE": True}, warps,
+        constants["NARROW"] / 32 / warps, bound, registers=ALL, few=few,
     )  # fmt: skip
 
 
@@ -119,9 +119,9 @@ def cases() -> list[Case]:
         _pareto(64, 260),
         _pareto(1_000, 190),
         _pareto(4_096, 175),
-        _poisson(64, 1_200, few=True),
-        _poisson(1_000, 1_200),
-        _poisson(1_024, 950),
+        _poisson(64, 1_850, few=True),
+        _poisson(1_000, 1_150),
+        _poisson(1_024, 1_150),
         Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 60),
         Case(draws._part_keys, "long rows", {"PARTS": 1, **chunk}, 4, draws.CHUNK / 128, 150),
         Case(draws._choose, "long rows", {"PARTS": 1, "WIDTH": draws.LISTED}, draws.LISTED // 128, 4, 380),

@@ -59,12 +59,14 @@ def draws(kernels: ModuleType) -> Any:
 
 
 def trials(draws: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The sample; and the p of the trials that the kernel repeats, with the phantom unit after each row."""
+    """The sample; and the p of the trials that the kernel repeats, with the phantom unit after each row, as 0
+    where it is none."""
     n, out = x.shape[-1], torch.empty_like(x)
     constants = draws.which(n)
     scratch = torch.empty(len(x), constants["BLOCK"] + 128, dtype=F64)
     draws.launch(draws._conditional_poisson, len(x), x, n, SEED, out, scratch, n, TOLERANCE, **constants)
-    return out, scratch[:, : n + 1]
+    none = sizes(x)[1] == 0
+    return out, torch.cat((scratch[:, :n], scratch[:, n : n + 1].masked_fill(none.unsqueeze(-1), 0)), -1)
 
 
 def sizes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +118,9 @@ def test_samples_have_the_law(draws: Any) -> None:
 
 
 def test_odds_of_longer_rows_as_the_reference(draws: Any) -> None:
-    """Of one that fills the program's width with its phantom unit, and of one that has none."""
-    for n, k in ((63, 20.5), (40, 6.0)):
+    """Of one that fills the program's width with its phantom unit, of one that has none, and of some that
+    fill it alone."""
+    for n, k in ((63, 20.5), (40, 6.0), (32, 6.0), (64, 20.5)):
         scores = 2 * torch.randn(1, n, generator=torch.Generator().manual_seed(n), dtype=F64)
         x = sigmoid_topk(scores, k)
         got, p = trials(draws, x)

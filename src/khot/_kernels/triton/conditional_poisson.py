@@ -31,7 +31,7 @@ from khot._kernels.reference import fixed_point
 from khot._kernels.triton import layout
 from khot._kernels.triton.calibration import _clamp, _times
 from khot._kernels.triton.draws import _columns, _moments, _plan, uniforms
-from khot._kernels.triton.fast import INTERPRETED, _halvings, double, reciprocal, total
+from khot._kernels.triton.fast import INTERPRETED, PTX, _halvings, double, reciprocal, total
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import next_power_of_2
 
@@ -91,8 +91,13 @@ def _product(a, b):
 
 @triton.jit
 def _reciprocal(x):
-    """1/x for x in the range of float32: a guess in float32, and two steps of Newton's method."""
-    guess = reciprocal(x.to(tl.float32)).to(tl.float64)
+    """1/x for x in the range of float32: a guess with some 20 bits, and two steps of Newton's method."""
+    if PTX:
+        guess = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=tl.float64, is_pure=True, pack=1
+        )
+    else:
+        guess = reciprocal(x.to(tl.float32)).to(tl.float64)
     guess = guess * (2 - x * guess)
     return guess * (2 - x * guess)
 
@@ -129,9 +134,9 @@ def _marginals(p, q, variance, k, n, scratch, column, CHUNK: tl.constexpr, BLOCK
     """P(x_j = 1) and P(x_j = 0), given that k of n trials succeed."""
     tl.store(scratch + column, p)
     tl.debug_barrier()
-    # `poisson_binomial.frequencies`: 9√V + 8 is the width of a window around the mean, and no more than n + 1
-    # sizes have to be told apart
-    window = 2 * tl.ceil(tl.ceil(9 * tl.sqrt(variance) + 8) / 2) + 1
+    # a size that is 7√V + 6 from the mean is at most 1e-9 times as likely; no more than n + 1 sizes have to
+    # be told apart
+    window = 2 * tl.ceil((7 * tl.sqrt(variance) + 6) / 2) + 1
     period = tl.minimum(window.to(tl.int32), 2 * ((n + 1) // 2) + 1)
     count = tl.minimum((period + 1) // 2, MOST)
     order = tl.arange(0, FREQUENCIES)
@@ -206,47 +211,66 @@ def _calibrated(pi, free, k, n, fair, scratch, column, CHUNK: tl.constexpr, BLOC
     return theta, offset
 
 
-@triton.jit(do_not_specialize=["n"])
-def _conditional_poisson(
-    x_pointer, x_stride, seed_pointer, out_pointer, scratch_pointer, n, tolerance,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _draw(
+    x_row, out_row, scratch, seed, row, n, units, k, phantom, fair,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of scratch memory, a row leaves the p of its trials, with the phantom unit after the row."""
-    row = tl.program_id(0).to(tl.int64)
+    """Draw k of a row's units, of which the phantom unit is one or not. A try takes a STRIDE of numbers."""
     column = tl.arange(0, BLOCK)
-    scratch = scratch_pointer + row * (BLOCK + 4 * FREQUENCIES)
-    x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=0.0)
-    sums = total(_moments(x), 1)
-    k, phantom, _, fair = _plan(sums[0], sums[1], 0.0, tolerance)
+    x = tl.load(x_row + column, mask=column < n, other=0.0)
     pi = tl.where(column == n, phantom, double(x))
     free = (pi > 0) & (pi < 1)
     left = k - tl.sum(tl.where(pi >= 1, 1.0, 0.0).to(tl.float64))
-    theta, offset = _calibrated(pi, free, left, n + 1, fair, scratch, column, CHUNK, BLOCK)
+    theta, offset = _calibrated(pi, free, left, units, fair, scratch, column, CHUNK, BLOCK)
     p, _, _, _ = _trials(theta, free, left, offset, OFF_CENTRE_DRAW)
     tl.store(scratch + column, tl.where(pi >= 1, 1.0, p))
     tl.debug_barrier()
     pair = tl.arange(0, BLOCK // 2)
     p_even, p_odd = tl.load(scratch + 2 * pair), tl.load(scratch + 2 * pair + 1)
-    seed = tl.load(seed_pointer)
     even, odd = p_even < 0, p_odd < 0
     tries, size = k * 0, k * 0 - 1
     running = fair
     while running:
-        u, v = uniforms(seed, row, tries * (BLOCK // 2) + pair)
+        u, v = uniforms(seed, row, tries * (STRIDE // 2) + pair)
         even, odd = u < p_even, v < p_odd
         size = tl.sum(even.to(tl.int32) + odd.to(tl.int32))
         tries += 1
         running = (size != k) & (tries < TRIES)
     drawn = tl.where(tl.join(even, odd), 1.0, 0.0) + tl.where(size == k, 0.0, float("nan"))
     column = _columns(pair)
-    tl.store(out_pointer + row * n + column, drawn.to(out_pointer.dtype.element_ty), mask=column < n)
+    tl.store(out_row + column, drawn.to(out_row.dtype.element_ty), mask=column < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _conditional_poisson(
+    x_pointer, x_stride, seed_pointer, out_pointer, scratch_pointer, n, tolerance,
+    CHUNK: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """A row whose sum is whole has no phantom unit, for which a NARROW block is enough.
+
+    WHOLE leaves out all other rows: for counting instructions, and for nothing else."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, NARROW)
+    scratch = scratch_pointer + row * (BLOCK + 4 * FREQUENCIES)
+    x_row, out_row, seed = x_pointer + row * x_stride, out_pointer + row * n, tl.load(seed_pointer)
+    sums = total(_moments(tl.load(x_row + column, mask=column < n, other=0.0)), 1)
+    k, phantom, _, fair = _plan(sums[0], sums[1], 0.0, tolerance)
+    if WHOLE:
+        _draw(x_row, out_row, scratch, seed, row, n, n, k, 0.0, fair, CHUNK, NARROW, BLOCK)
+    elif NARROW == BLOCK:
+        _draw(x_row, out_row, scratch, seed, row, n, n + 1, k, phantom, fair, CHUNK, BLOCK, BLOCK)
+    elif phantom == 0:
+        _draw(x_row, out_row, scratch, seed, row, n, n, k, 0.0, fair, CHUNK, NARROW, BLOCK)
+    else:
+        _draw(x_row, out_row, scratch, seed, row, n, n + 1, k, phantom, fair, CHUNK, BLOCK, BLOCK)
 
 
 def which(n: int) -> dict[str, int]:
     """The constants of rows of n entries, with a phantom unit."""
-    block = max(32, next_power_of_2(n + 1))
+    narrow, block = (max(32, next_power_of_2(units)) for units in (n, n + 1))
     warps = min(8, max(1, block // 32 // ENTRIES))  # more would leave a thread 128 registers
-    return {"CHUNK": min(block, 16 * warps), "BLOCK": block, "num_warps": warps}
+    return {"CHUNK": min(narrow, 16 * warps), "NARROW": narrow, "BLOCK": block, "num_warps": warps}
 
 
 def conditional_poisson_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
