@@ -84,11 +84,10 @@ class Case(NamedTuple):
 
 
 def _pareto(n: int, bound: float) -> Case:
-    pieces, pairs, warps = draws.pieces(n)
-    return Case(
-        draws._pareto, f"n = {n:,}", {"PIECES": pieces, "PAIRS": pairs}, warps,
-        pieces * pairs / 16 / warps, bound,
-    )  # fmt: skip
+    """Rows with whole sums."""
+    constants = draws.which(n)
+    warps, held = constants.pop("num_warps"), 2 * constants["PIECES"] * constants["PAIRS"]
+    return Case(draws._pareto, f"n = {n:,}", constants | {"WHOLE": True}, warps, held / 32 / warps, bound)
 
 
 def _poisson(n: int, bound: float, few: bool = False) -> Case:
@@ -116,9 +115,9 @@ def cases() -> list[Case]:
     chunk = {"PAIRS": draws.CHUNK // 2}
     careful = {"WIDTH": draws.CALIBRATED_WIDTH, "PAIRS": draws.CALIBRATED_WIDTH // 2}
     return [
-        _pareto(64, 260),
-        _pareto(1_000, 190),
-        _pareto(4_096, 175),
+        _pareto(64, 370),
+        _pareto(1_000, 180),
+        _pareto(4_096, 180),
         _poisson(64, 1_850, few=True),
         _poisson(1_000, 1_150),
         _poisson(1_024, 1_150),

@@ -123,6 +123,18 @@ def test_pareto_samples(request: pytest.FixtureRequest, where: str, dtype: torch
         assert drawn and got.dtype == dtype and torch.equal(got, want) and got.any()
 
 
+@pytest.mark.parametrize("n", [1, 2, 16, 32, 256])
+def test_a_phantom_unit_needs_more_room(draws: Any, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Rows that fill what a program holds, with whole sums and with others; of 256 units in pieces."""
+    monkeypatch.setattr(draws, "PIECE", 2)
+    k = torch.tensor([n / 2, n // 2, n // 2 + 0.25, n - 0.75], dtype=torch.float64)
+    x = sigmoid_topk(torch.randn(4, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64), k)
+    got, drawn = draws.pareto_sample(x, SEED, LEAST, 1e-6)
+    assert drawn and torch.equal(got, reference.pareto_sample(x, SEED, LEAST, 1e-6)[0])
+    assert ((got.sum(-1) - k).abs() < 1 - 1e-6).all()
+    assert n < 16 or by_formula(draws, x).any()
+
+
 def by_formula(kernels: Any, x: Tensor) -> Tensor:
     """Which rows the launches draw from that come before the careful one."""
     drawn, every = torch.empty(len(x), dtype=torch.bool), torch.empty((), dtype=torch.bool)

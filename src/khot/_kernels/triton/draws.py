@@ -342,20 +342,18 @@ def _mark(given, k, d, out_pointer, n, running):
 
 
 @triton.jit
-def _pareto(
-    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, n, least,
-    tolerance, PIECES: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, PAIRS)
-    p, sums = (), ()
+def _load_pairs(x_row, n, PIECES: tl.constexpr, PAIRS: tl.constexpr):
+    """p of a row in pieces, those of even and of odd columns."""
+    p = ()
     for i in tl.static_range(PIECES):
-        first, second = _two_numbers(x_pointer + row * x_stride, i * PAIRS + pair, n)
-        p = p + (first, second)  # type: ignore[assignment]  # noqa: RUF005
-        sums = plus(plus(sums, _moments(first)), _moments(second))
-    sums = total(sums, 1)
-    k, phantom, d, fair = _plan(sums[0], sums[1], least, tolerance)
-    seed, scale = tl.load(seed_pointer), 1 / (d * d)
+        p = p + _two_numbers(x_row, i * PAIRS + tl.arange(0, PAIRS), n)
+    return p
+
+
+@triton.jit
+def _draw(p, out_row, seed, row, n, k, phantom, d, fair, PIECES: tl.constexpr, PAIRS: tl.constexpr):
+    """Draw k of the units with these p, of which the phantom unit is one if there is room for it."""
+    pair, scale = tl.arange(0, PAIRS), 1 / (d * d)
     keys = ()
     for i in tl.static_range(PIECES):
         keys = keys + _keys(p[2 * i], p[2 * i + 1], i * PAIRS + pair, seed, row, n, phantom, scale)
@@ -367,8 +365,33 @@ def _pareto(
         column = _columns(i * PAIRS + pair)
         key = tl.join(keys[2 * i], keys[2 * i + 1])
         chosen = (key <= at) | ((key == level) & (column <= last))
-        out = tl.where(chosen, 1.0, 0.0).to(out_pointer.dtype.element_ty)
-        tl.store(out_pointer + row * n + column, out, mask=column < n)
+        out = tl.where(chosen, 1.0, 0.0).to(out_row.dtype.element_ty)
+        tl.store(out_row + column, out, mask=column < n)
+
+
+@triton.jit
+def _pareto(
+    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, n, least,
+    tolerance, PIECES: tl.constexpr, PAIRS: tl.constexpr, MORE: tl.constexpr, MORE_PAIRS: tl.constexpr,
+    WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """A row whose sum is whole has no phantom unit. Any other needs MORE pieces, or MORE_PAIRS in each.
+
+    WHOLE leaves out all other rows: for counting instructions, and for nothing else."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row, out_row, seed = x_pointer + row * x_stride, out_pointer + row * n, tl.load(seed_pointer)
+    p, sums = _load_pairs(x_row, n, PIECES, PAIRS), ()
+    for i in tl.static_range(2 * PIECES):
+        sums = plus(sums, _moments(p[i]))
+    sums = total(sums, 1)
+    k, phantom, d, fair = _plan(sums[0], sums[1], least, tolerance)
+    if WHOLE | ((MORE == PIECES) & (MORE_PAIRS == PAIRS)):  # noqa: SIM114 (known when it is compiled)
+        _draw(p, out_row, seed, row, n, k, phantom, d, fair, PIECES, PAIRS)
+    elif phantom == 0:
+        _draw(p, out_row, seed, row, n, k, phantom, d, fair, PIECES, PAIRS)
+    else:
+        more = _load_pairs(x_row, n, MORE, MORE_PAIRS)
+        _draw(more, out_row, seed, row, n, k, phantom, d, fair, MORE, MORE_PAIRS)
     tl.store(drawn_pointer + row, fair)
     if row == 0:
         tl.store(probabilities_pointer, True)  # which a row that is none takes back, in the next launch
@@ -563,11 +586,15 @@ def _careful(
         first += LOOK * programs
 
 
-def pieces(n: int) -> tuple[int, int, int]:
-    """Of a row that one program holds, with a phantom unit: pieces, pairs of entries in each, and warps."""
+def which(n: int) -> dict[str, int]:
+    """The constants of rows that one program holds: pieces and pairs of entries in each, for a row and for
+    one with a phantom unit."""
     warps = min(16, max(1, next_power_of_2(n) // 256))
-    pairs = min(32 * warps * PIECE, next_power_of_2(n + 1)) // 2
-    return cdiv(n + 1, 2 * pairs), pairs, warps
+    pairs, more = (min(32 * warps * PIECE, max(2, next_power_of_2(units))) // 2 for units in (n, n + 1))
+    return {
+        "PIECES": cdiv(n, 2 * pairs), "PAIRS": pairs, "MORE": cdiv(n + 1, 2 * more), "MORE_PAIRS": more,
+        "num_warps": warps,
+    }  # fmt: skip
 
 
 def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
@@ -610,8 +637,7 @@ def _by_formula(
     Returns the launch, if it is one."""
     rows = drawn.numel()
     if n <= HELD:
-        count, pairs, warps = pieces(n)
-        solver = variant(_pareto, PIECES=count, PAIRS=pairs, num_warps=warps)
+        solver = variant(_pareto, **which(n))
         arguments = (*source, seed, out, drawn, probabilities, n, least, tolerance)
         solver(rows, *arguments)
         return solver, rows, arguments
@@ -623,7 +649,7 @@ def _by_formula(
     keys = torch.empty(rows * capacity, dtype=torch.int64, device=out.device)
     columns = torch.empty(rows * (capacity + parts + 1), dtype=torch.int32, device=out.device)
     columns, below, found = columns.split([rows * capacity, rows * parts, rows])
-    which, rule = {"PARTS": next_power_of_2(parts)}, (least, tolerance)
+    width, rule = {"PARTS": next_power_of_2(parts)}, (least, tolerance)
     launch(
         _part_moments, rows * parts,
         *source, sums, found, columns, n, length, parts, capacity, CHUNK=CHUNK, num_warps=4,
@@ -631,12 +657,12 @@ def _by_formula(
     launch(
         _part_keys, rows * parts,
         *source, seed, sums, below, found, columns, out, n, length, parts, capacity, *rule,
-        **which, PAIRS=CHUNK // 2, num_warps=4,
+        **width, PAIRS=CHUNK // 2, num_warps=4,
     )  # fmt: skip
     launch(
         _choose, rows,
         *source, seed, sums, below, found, keys, columns, out, drawn, probabilities, n, parts, capacity,
-        *rule, **which, WIDTH=LISTED, num_warps=LISTED // 128,
+        *rule, **width, WIDTH=LISTED, num_warps=LISTED // 128,
     )  # fmt: skip
     return None
 
