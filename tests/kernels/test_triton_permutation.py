@@ -106,6 +106,23 @@ def test_several_programs_a_row(kernels: ModuleType, n: int, row: int) -> None:
     check(kernels, x, tau, v, cdfs.Logistic())
 
 
+@pytest.mark.parametrize("F", CDFS[:2], ids=str)
+def test_thresholds_have_the_digits_of_float64(kernels: ModuleType, F: cdfs.CDF) -> None:
+    """Of rows that are dense, far from 0 and spread; in two programs, whose first level is the same, and in
+    more."""
+    for n in (32, 33):
+        x = torch.randn(3, n, generator=torch.Generator().manual_seed(n)) * torch.tensor(
+            [[1.0], [2.0], [30.0]]
+        )
+        x[1] += 1000
+        tau = torch.tensor([0.6, 1.0, 3.0], dtype=torch.float64)
+        _, hi, lo = kernels.soft_permutation(x, tau, *F.key)
+        _, want_hi, want_lo = OPERATORS["soft_permutation"].kernel(x.double(), tau, *F.key)
+        assert torch.equal(hi[:, [0, -1]], want_hi[:, [0, -1]]) and torch.equal(lo[:, 0], want_lo[:, 0])
+        off = ((hi - want_hi) + (lo - want_lo))[:, 1:-1] / tau.unsqueeze(-1)
+        assert off.abs().max() < 2e-12, off.abs().amax(-1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [255, 256, 257, 512])
 @pytest.mark.parametrize("F", CDFS[:2], ids=str)

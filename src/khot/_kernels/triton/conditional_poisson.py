@@ -31,7 +31,7 @@ from khot._kernels.reference import fixed_point
 from khot._kernels.triton import layout
 from khot._kernels.triton.calibration import _clamp, _times
 from khot._kernels.triton.draws import _columns, _moments, _plan, uniforms
-from khot._kernels.triton.fast import INTERPRETED, PTX, _halvings, double, reciprocal, total
+from khot._kernels.triton.fast import INTERPRETED, _halvings, double, reciprocal64, total
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import next_power_of_2
 
@@ -90,23 +90,10 @@ def _product(a, b):
 
 
 @triton.jit
-def _reciprocal(x):
-    """1/x for x in the range of float32: a guess with some 20 bits, and two steps of Newton's method."""
-    if PTX:
-        guess = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=tl.float64, is_pure=True, pack=1
-        )
-    else:
-        guess = reciprocal(x.to(tl.float32)).to(tl.float64)
-    guess = guess * (2 - x * guess)
-    return guess * (2 - x * guess)
-
-
-@triton.jit
 def _sides(z):
     """σ(z) and 1 − σ(z), both to the last digits."""
     e = tl.exp(-tl.abs(z))
-    likely = _reciprocal(1 + e)
+    likely = reciprocal64(1 + e)
     unlikely = e * likely
     return tl.where(z > 0, likely, unlikely), tl.where(z > 0, unlikely, likely)
 
@@ -163,7 +150,7 @@ def _marginals(p, q, variance, k, n, scratch, column, CHUNK: tl.constexpr, BLOCK
         here, ahead, behind = (
             tl.load(at + i), tl.load(at + FREQUENCIES + i), tl.load(at + 2 * FREQUENCIES + i)
         )  # fmt: skip
-        share = _reciprocal(1 - both * tl.load(at + 3 * FREQUENCIES + i))
+        share = reciprocal64(1 - both * tl.load(at + 3 * FREQUENCIES + i))
         yes += (q * ahead + p * here) * share
         no += (q * here + p * behind) * share
     tl.debug_barrier()

@@ -16,6 +16,7 @@ __all__ = [
     "double",
     "before",
     "exact_total",
+    "exp_of_minus",
     "fma",
     "half_with_sign",
     "inverse_of",
@@ -24,6 +25,7 @@ __all__ = [
     "plus",
     "plus_exactly",
     "reciprocal",
+    "reciprocal64",
     "split",
     "store",
     "total",
@@ -37,6 +39,15 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# 2^x for |x| ≤ ½, interpolated at the zeros of Chebyshev's polynomial in 40 digits: within 4e-16
+POWERS = tl.constexpr(
+    (
+        1.0, 0.69314718055995, 0.24022650695910097, 0.05550410866444772, 0.009618129107606888,
+        0.0013333558230164974, 0.0001540353044173605, 1.5252657260200837e-05, 1.321544258792169e-06,
+        1.0208690299958306e-07, 7.072585949269223e-09,
+    )
+)  # fmt: skip
+SHIFT = tl.constexpr(1.5 * 2.0**52)  # added to a number, it leaves the nearest integer in the lower bits
 
 
 @triton.jit
@@ -55,6 +66,34 @@ def inverse_of(x):
     """1/x to the last digit."""
     guess = reciprocal(x)
     return guess * (2 - x * guess)
+
+
+@triton.jit
+def reciprocal64(x):
+    """1/x in float64, for x in the range of float32: a guess with some 20 bits, and two steps of Newton's
+    method. A division takes twice as many instructions."""
+    if PTX:
+        guess = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=tl.float64, is_pure=True, pack=1
+        )
+    else:
+        guess = reciprocal(x.to(tl.float32)).to(tl.float64)
+    guess = guess * (2 - x * guess)
+    return guess * (2 - x * guess)
+
+
+@triton.jit
+def exp_of_minus(a):
+    """e^−a of a ≥ 0 in float64, with an error of a few units in the last place, and as many more as a is; of
+    a > 693 it is e^−693. tl.exp takes twice as many instructions."""
+    x = tl.maximum(a * -LOG2E, -1000.0)
+    shifted = x + SHIFT
+    x -= shifted - SHIFT
+    y = x * POWERS[10] + POWERS[9]
+    for i in tl.static_range(9):
+        y = y * x + POWERS[8 - i]
+    bits = y.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
+    return bits.to(tl.float64, bitcast=True)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.fast import any_row, two_sum, wide
-from khot._kernels.triton.functions import full_support, side
+from khot._kernels.triton.fast import any_row, exp_of_minus, reciprocal64, two_sum, wide
+from khot._kernels.triton.functions import LAPLACE, LOGISTIC, full_support, side
 from khot._kernels.triton.threshold import over
 
 __all__ = ["polish"]
@@ -32,7 +32,17 @@ def _terms(x, given):
     hi, lo, inverse, power = given[:4]
     CDF: tl.constexpr = given[4]
     z = ((x.to(tl.float64) - hi) - lo) * inverse
-    if full_support(CDF):
+    if (CDF == LOGISTIC) | (CDF == LAPLACE):
+        above, e = z > 0, exp_of_minus(tl.abs(z))
+        if CDF == LOGISTIC:
+            share = reciprocal64(1 + e)
+            tail = e * share
+            density = tail * share
+        else:
+            tail = 0.5 * e
+            density = tail
+        tail = tl.where(above, -tail, tail)
+    elif full_support(CDF):
         above = z > 0
         tail, density = side(z, z, above, 0.0, -tl.abs(z), power, CDF)
         tail = tl.where(above, -tail, tail)
@@ -55,6 +65,7 @@ def polish(
     """
     ALONE: tl.constexpr = TOGETHER == 1
     inverse = 1 / tau
+    ok = ok & (inverse < float("inf"))
     last: tl.constexpr = LAST if full_support(CDF) else LAST_KINKED
     open_ = ok
     count = 0
