@@ -72,7 +72,6 @@ class Gradient(NamedTuple):
 
     table: str
     line: str
-    share: float = 1.0
 
 
 class Chain(NamedTuple):
@@ -137,6 +136,13 @@ MODELS: dict[tuple[str, str], list[Step]] = {
         Measured(TOPK_LONG, "soft_topk"), SEED, Kernel("_part_moments long rows", N8192, 4 * N8192),
         Kernel("_part_keys long rows", N8192, 8 * N8192), Kernel("_choose long rows", 4_096 * 512), SEED,
         SEED, SEED,
+    ],
+    # of 64 levels two programs hold 64, and of 256 seventeen hold 272
+    (SQUARE, "soft_permutation"): [
+        Kernel("_permute laplace, n = 64, ordinary levels", 256 * 64 * 64, 4 * 256 * 64 * 64), SEED,
+    ],
+    (WIDE, "soft_permutation"): [
+        Kernel("_permute laplace, n = 256, ordinary levels", 64 * 272 * 256, 4 * 64 * 256 * 256), SEED,
     ],
     # normal scores at τ = 1 take one turn; what a program writes for itself is counted, too
     (SHORT, "soft_rank, projection"): [SEED, Kernel("_project_rows n = 64, 1 turn", N64, 60 * N64)],
@@ -319,8 +325,6 @@ _CALIBRATED = (
     "Σπ(1 − π) ≥ 2.5 takes none. A seed, the soft top-k, the draw and the calibration are four launches; the "
     "two that carry the gradient are left out by calls without Python"
 )
-_SQUARES = "215 instructions for each of n² entries, which are 10 µs, and two launches"
-_FEW_SQUARES = "210 instructions for each of n² entries, in 64 programs, which leave most of the device idle"
 _SUMMED = (
     "two launches of 2.0 µs each way. The last program to end could add up the losses, if it knew that it is "
     "the last: a count that begins at 0 takes a launch, and one that stays between calls would be shared by "
@@ -338,8 +342,6 @@ BINDS: dict[tuple[str, str], str] = {
     (SHORT, "FenchelYoungTopKLoss"): _SUMMED,
     (SHORT, "soft_sort"): _PULLED,
     (SHORT, "sample_khot"): _CALIBRATED,
-    (SQUARE, "soft_permutation"): _SQUARES,
-    (WIDE, "soft_permutation"): _FEW_SQUARES,
 }
 
 

@@ -400,11 +400,11 @@ def _pull(passes: str, kl: bool, bound: float) -> Case:
 
 # the CDF, entries of a row, and the bound: of ordinary levels, of all, and of the gradients
 PERMUTATIONS = [
-    (permutation._permute, "logistic", 64, 250, True),
-    (permutation._permute, "laplace", 64, 250, True),
-    (permutation._permute, "logistic", 256, 250, True),
-    (permutation._permute, "laplace", 256, 250, True),
-    (permutation._permute, "normal", 256, 550, True),
+    (permutation._permute, "logistic", 64, 140, True),
+    (permutation._permute, "laplace", 64, 150, True),
+    (permutation._permute, "logistic", 256, 140, True),
+    (permutation._permute, "laplace", 256, 150, True),
+    (permutation._permute, "normal", 256, 520, True),
     *((permutation._permute, cdf, 256, 1_300, False) for cdf in ("logistic", "laplace", "normal", "power")),
     (permutation._permute, "laplace", 33, 1_700, False),
     (permutation._pull_permutations, "logistic", 64, 90, False),
@@ -424,7 +424,7 @@ def _permutation(kernel: Any, name: str, n: int, bound: float, ordinary: bool) -
     aligned = ("n", "x_stride", "grad_row", "grad_place") if n % 16 == 0 else ()
     return Case(
         kernel, shape, {key: value for key, value in constants.items() if key in kernel.arg_names}, warps,
-        held / 32 / warps, bound, spills=0 if ordinary or not forward else 6,
+        held / 32 / warps, bound, spills=8 if forward else 0,
         registers=ALL if forward and name == "normal" else REGISTERS, few=n == 64 and name == "logistic",
         multiples=aligned, limited=True, options=permutation.registers(F) if forward else {},
     )  # fmt: skip

@@ -3,7 +3,8 @@
 A program takes some levels of a row: it finds their thresholds at once, each as a soft top-k of the row
 (:mod:`.threshold`), with the digits of float64 (:mod:`.polish`), as a share is a difference of two. Then it
 writes what entries have of the places between neighbouring thresholds. The first of its levels is the last
-one of the program before, since a place lies between two. Thresholds go through memory, where the backward
+one of the program before, since a place lies between two; the first and the last place of a row end at
+infinity, for which no level is needed. Thresholds go through memory, where the backward
 pass needs them anyway: a program would have to shuffle them between its threads otherwise. The few that
 float32 does not find are searched in float64 there.
 
@@ -40,7 +41,9 @@ from khot._kernels.triton.threshold import find
 __all__ = ["KERNELS", "registers", "soft_permutation", "soft_permutation_backward"]
 
 NARROW = 16  # entries to which rows are padded at least
-HELD, SHARE = 2048, 256  # entries times levels that a program holds at a time, and a warp
+HELD, HELD_BACK = 4096, 2048  # entries times levels that a program holds at a time, forward and backward
+SHARE = 256  # and a warp
+SHARE_OF_EXPONENTIALS = 512  # the same forward, with CDFs whose float64 takes few registers
 LEVELS = 4  # at least
 MOST = tl.constexpr(1e37)  # of 1/τ in float32, where two scores are equal or infinitely far apart
 
@@ -138,18 +141,24 @@ def _permute(
     counting its instructions, and for nothing else."""
     row, group = tl.program_id(0).to(tl.int64) // groups, tl.program_id(0) % groups
     slot, column = tl.arange(0, LEVELS), tl.arange(0, WIDTH)[None, :]
-    level = group * (LEVELS - 1) + slot
+    level = 1 + group * (LEVELS - 1) + slot
     nothing = level.to(tl.float32) * 0
     row_at = x_pointer + row * x_stride
     at = row_at + (slot * 0)[:, None] + column
-    given = _load(at, column, n, PIECES, WIDTH, EXACT)
-    kinds, x = (), ()
-    for i in tl.static_range(PIECES):
-        kinds = plus(kinds, _kinds(given[i]))
-        # an entry of +inf takes a place of its own, and no part in the others
-        x = x + (tl.where(given[i] == float("inf"), float("-inf"), given[i]),)  # type: ignore[assignment]  # noqa: RUF005
-    finite, first, strange = total(kinds, LEVELS)
-    last = first + finite
+    x = _load(at, column, n, PIECES, WIDTH, EXACT)
+    odd = x[0] * 0
+    for i in tl.static_range(1, PIECES):
+        odd += x[i] * 0
+    last, first, strange = nothing + n.to(tl.float32), nothing, nothing
+    if not ORDINARY and any_row(~(tl.sum(odd, axis=1) == 0), LEVELS):  # of NaN if an entry is not finite
+        kinds, kept = (), ()
+        for i in tl.static_range(PIECES):
+            kinds = plus(kinds, _kinds(x[i]))
+            # an entry of +inf takes a place of its own, and no part in the others
+            kept = kept + (tl.where(x[i] == float("inf"), float("-inf"), x[i]),)  # type: ignore[assignment]  # noqa: RUF005
+        x = kept
+        finite, first, strange = total(kinds, LEVELS)
+        last = first + finite
 
     origin = tl.load(row_at).to(tl.float32)
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
@@ -168,8 +177,14 @@ def _permute(
         (nothing + tau).to(tl.float64) + tau_rest, joined(power_high, power_low), CDF, LEVELS, PIECES, WIDTH,
     )  # fmt: skip
     settled = tl.where(goal <= first, HUGE, -HUGE).to(tl.float64) + poison.to(tl.float64)
+    # of the ends of the row, which are no level of any program
+    end_at = row * (n + 1) + tl.where(slot == 0, 0, n)
+    end = tl.where((slot == 0) | (first >= n), HUGE, -HUGE).to(tl.float64) + poison.to(tl.float64)
+    ends = ((slot == 0) & (group == 0)) | ((slot == 1) & (group == groups - 1))
+    tl.store(hi_pointer + end_at, end, mask=ends)
+    tl.store(lo_pointer + end_at, end, mask=ends)
     hi_at, lo_at = hi_pointer + row * (n + 1) + level, lo_pointer + row * (n + 1) + level
-    known = (ok | ~live) & (level <= n)
+    known = (ok | ~live) & (level < n)
     tl.store(hi_at, tl.where(live, fine_hi, settled), mask=known)
     tl.store(lo_at, tl.where(live, fine_lo, settled), mask=known)
     if not ORDINARY:
@@ -179,26 +194,31 @@ def _permute(
             exact_tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
             for r in range(LEVELS):
                 if any_row(missing & (slot == r), LEVELS):
-                    k = (group * (LEVELS - 1) + r).to(tl.float64)
+                    k = (1 + group * (LEVELS - 1) + r).to(tl.float64)
                     exact_hi, exact_lo = find_exactly(
                         source, k, exact_tau, 0.0, joined(power_high, power_low), CDF, BY_COUNT, False, CHUNK
                     )
-                    at_level = row * (n + 1) + group * (LEVELS - 1) + r
+                    at_level = row * (n + 1) + 1 + group * (LEVELS - 1) + r
                     tl.store(hi_pointer + at_level, exact_hi)
                     tl.store(lo_pointer + at_level, exact_lo)
     tl.debug_barrier()  # thresholds of other threads are read
 
+    # the place before each level, but in the last program the place after it
+    after = tl.where((group > 0) & (group == groups - 1), 1, 0)
+    place = level + after
+    hi_at += after
+    lo_at += after
     scale = narrow * unit(CDF)
-    writes = (slot > 0) & (level <= n)
+    writes = ((slot > 0) | (after > 0) | (group == 0)) & (place <= n)
     hi, lo, near, shift, end = _threshold(hi_at, lo_at, writes, inverse, CDF)
     hi_before, lo_before, near_before, shift_before, end_before = _threshold(
         hi_at - 1, lo_at - 1, writes, inverse, CDF
     )
     gap = ((hi_before - hi) + (lo_before - lo)) * (inverse * unit(CDF))
     gap = tl.where(end | end_before, float("inf"), tl.maximum(gap, 0.0).to(tl.float32))
-    top = tl.where(goal <= first, reciprocal(tl.maximum(first, 1.0)), 0.0)
-    bottom = tl.where(goal > last, reciprocal(tl.maximum(n - last, 1.0)), 0.0)
-    to = out_pointer + (row * n + level - 1)[:, None] * n + column
+    top = tl.where(place <= first, reciprocal(tl.maximum(first, 1.0)), 0.0)
+    bottom = tl.where(place > last, reciprocal(tl.maximum(n - last, 1.0)), 0.0)
+    to = out_pointer + (row * n + place - 1)[:, None] * n + column
     again = _load(at, column, n, PIECES, WIDTH, EXACT)
     for i in tl.static_range(PIECES):
         p = _between(
@@ -330,22 +350,27 @@ def _fits(x: Tensor) -> bool:
 def _forward(n: int, F: cdfs.CDF) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs for a row, and the exponent of z."""
     counts = [LEVELS << i for i in range(5) if i == 0 or _padded(n) * LEVELS << i <= HELD]
-    levels = min(counts, key=lambda levels: (cdiv(n, levels - 1) * levels, levels))
-    tile = _tile(n, levels)
+    levels = min(counts, key=lambda levels: (_programs(n, levels) * levels, levels))
+    tile = _tile(n, levels, SHARE_OF_EXPONENTIALS if F.name in ("logistic", "laplace") else SHARE)
     kernel = variant(
         _permute,
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), CHUNK=layout.RESCUE * tile["num_warps"], **tile,
         **registers(F),
     )  # fmt: skip
-    return kernel, cdiv(n, levels - 1), layout.power(F)
+    return kernel, _programs(n, levels), layout.power(F)
+
+
+def _programs(n: int, levels: int) -> int:
+    """So many write the places of a row: as many as they have levels at either end, and one less between."""
+    return 1 if n <= levels else 2 + max(0, cdiv(n - 2 * levels, levels - 1))
 
 
 @functools.lru_cache(maxsize=1024)
 def _backward(n: int, F: cdfs.CDF, want_tau: bool) -> tuple[Variant, tuple[float, float]]:
-    levels = max(LEVELS, min(HELD // _padded(n), next_power_of_2(n)))
+    levels = max(LEVELS, min(HELD_BACK // _padded(n), next_power_of_2(n)))
     kernel = variant(
         _pull_permutations,
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), ASKED=want_tau, **_tile(n, levels),
+        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), ASKED=want_tau, **_tile(n, levels, SHARE),
         **layout.registers(),
     )  # fmt: skip
     return kernel, layout.power(F)
@@ -360,13 +385,14 @@ def _padded(n: int) -> int:
     return max(NARROW, next_power_of_2(n))
 
 
-def _tile(n: int, levels: int) -> dict[str, Any]:
-    """Of so many levels at a time: pieces of the row, of which a thread has a part for one level.
+def _tile(n: int, levels: int, share: int) -> dict[str, Any]:
+    """Of so many levels at a time, and so much for a warp: pieces of the row, of which a thread has a part
+    for one level.
 
     It reads four neighbours at once where rows are aligned. Elsewhere it would get parts of several levels
     for that, and would have to compute with the thresholds of each.
     """
-    warps = max(1, levels * _padded(n) // SHARE)
+    warps = max(1, levels * _padded(n) // share)
     width = (128 if n % 16 == 0 else 32) * warps // levels
     pieces = max(2, cdiv(n, width))  # Triton 3.6 has trouble with tuples of one member
     exact = n == pieces * width
