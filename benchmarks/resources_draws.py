@@ -115,9 +115,9 @@ def cases() -> list[Case]:
     chunk = {"PAIRS": draws.CHUNK // 2}
     careful = {"WIDTH": draws.CALIBRATED_WIDTH, "PAIRS": draws.CALIBRATED_WIDTH // 2}
     return [
-        _pareto(64, 370),
-        _pareto(1_000, 180),
-        _pareto(4_096, 180),
+        _pareto(64, 350),
+        _pareto(1_000, 165),
+        _pareto(4_096, 165),
         _poisson(64, 1_850, few=True),
         _poisson(1_000, 1_150),
         _poisson(1_024, 1_150),

@@ -25,7 +25,7 @@ from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.calibration import LARGEST_VARIANCE, VECTORS, calibrate
-from khot._kernels.triton.fast import LOG2E, double, plus, reciprocal, total
+from khot._kernels.triton.fast import LOG2E, double, plus, reciprocal, reciprocal64, total
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.mask import topk_mask
@@ -44,6 +44,7 @@ CALIBRATING = {"num_warps": 8}
 # The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
 # rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
+IMPOSSIBLE = tl.constexpr(1e-290)  # a probability that stands for all smaller ones
 SPACING = tl.constexpr(2.0**-23)  # of the uniforms by which float32 decides
 ROUNDED = tl.constexpr(1e-6)
 ADJUSTMENT = tl.constexpr(0.0482)  # the most that p(1 − p)(p − ½) may be
@@ -210,7 +211,8 @@ def _key(p, u, scale):
     q = 1 - p
     a = p * q * (p - 0.5) * scale
     power = 1 + a * (1 + a * (1 / 2 + a * (1 / 6 + a * (1 / 24 + a * (1 / 120 + a * (1 / 720))))))
-    return (u * q * power / ((1 - u) * p)).to(tl.int64, bitcast=True)
+    odds = u * q * power * reciprocal64(tl.maximum((1 - u) * p, IMPOSSIBLE))
+    return odds.to(tl.int64, bitcast=True)
 
 
 @triton.jit
