@@ -124,7 +124,10 @@ def cases() -> list[Case]:
         Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 60),
         Case(draws._part_keys, "long rows", {"PARTS": 1, **chunk}, 4, draws.CHUNK / 128, 150),
         Case(draws._choose, "long rows", {"PARTS": 1, "WIDTH": draws.LISTED}, draws.LISTED // 128, 4, 380),
-        Case(draws._careful, "rows that are calibrated", careful, 8, 4, 1_700, spills=110, limited=True),
+        Case(
+            draws._careful, "rows that are calibrated", careful, draws.CALIBRATED_WARPS, 4, 1_550, spills=75,
+            limited=True,
+        ),
         Case(draws._uniform, "", chunk, 4, draws.CHUNK / 128, 80),
         *(_tournament(nodes, bound) for nodes, bound in ((65, 340), (1_024, 430), (2_048, 530))),
         *(

@@ -41,8 +41,8 @@ CLOSE = tl.constexpr(1e-3)  # and one of its logit before the last step
 SETTLED = tl.constexpr(order_sampling.SETTLED)
 # of the integral's nodes, at most and in deviations of the integrand, which is like a normal density
 SPACING, NORMAL_SPACING = tl.constexpr(0.8), tl.constexpr(0.9)
-NEGLIGIBLE = tl.constexpr(20.0)  # e^−20 times the greatest value is less than the error that is left
-NODES = tl.constexpr(32)  # of the integral, computed together: 16 on either side
+NEGLIGIBLE = tl.constexpr(14.0)  # e^−14 times the greatest value is less than the error that is left
+NODES = tl.constexpr(16)  # of the integral, computed together: 8 on either side
 MOST_NODES = tl.constexpr(100)  # on a side: no exponential overflows
 CENTRING = tl.constexpr(20)  # steps, at most
 FARTHEST = tl.constexpr(30.0)  # a longer step would go by the odds of one side alone
@@ -120,7 +120,7 @@ def _centre(x_pointer, theta_pointer, goal_pointer, n, units, phantom, k, shift,
         more = ups - k
         was, decided = decided, (more == 0) & ((below > 0) != (above > 0))
         step = _clamp((more + (below - above)) / tl.where(variance > 0, variance, 1.0), 1.0)
-        if (more == 0) & (below > 0) & (above > 0):
+        if (more == 0) & (below > 0) & (above > 0) & (tl.abs(below - above) > SETTLING * variance):
             step = _clamp(tl.log(below / above) / (below_slope / below + above_slope / above), FARTHEST)
         step = tl.where(decided | (variance == 0), 0.0, step)
         tries += 1

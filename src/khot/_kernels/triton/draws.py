@@ -39,8 +39,8 @@ CHUNK = 512  # entries of a long row that a program holds at a time
 CALIBRATED = 1 << 20  # units at most for which there is memory to calibrate them at a time
 CAREFUL = 512  # programs that calibrate, about twice as many as a large device runs at a time
 LOOK = tl.constexpr(32)  # rows of a program that are looked at together
-CALIBRATED_WIDTH = 64  # units of a row that are calibrated side by side, for 32 nodes or 8 frequencies each
-CALIBRATING = {"num_warps": 8}
+CALIBRATED_WIDTH = 64  # units of a row that are calibrated side by side, for 16 nodes or 8 frequencies each
+CALIBRATED_WARPS = 8
 # The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
 # rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
@@ -574,17 +574,21 @@ def _careful(
     singles_pointer += 2 * at
     first = program
     while first < rows:
-        look = first + tl.arange(0, LOOK) * programs
-        if tl.min(tl.load(drawn_pointer + look, mask=look < rows, other=True).to(tl.int32)) == 0:
-            for turn in range(LOOK):
-                row = first + turn * programs
-                if tl.load(drawn_pointer + row, mask=row < rows, other=True) == 0:
-                    fair = _draw_carefully(
-                        x_pointer + row * x_stride, out_pointer + row * n, row, seed, numbers_pointer,
-                        keys_pointer, singles_pointer, n, least, tolerance, WIDTH, PAIRS,
-                    )  # fmt: skip
-                    if fair == 0:
-                        tl.store(probabilities_pointer, False)
+        turn = tl.arange(0, LOOK)
+        look = first + turn * programs
+        drawn = tl.load(drawn_pointer + look, mask=look < rows, other=True).to(tl.int32)
+        left = tl.where(drawn == 0, turn, LOOK)
+        next_ = tl.min(left)
+        while next_ < LOOK:
+            row = first + next_ * programs
+            fair = _draw_carefully(
+                x_pointer + row * x_stride, out_pointer + row * n, row, seed, numbers_pointer,
+                keys_pointer, singles_pointer, n, least, tolerance, WIDTH, PAIRS,
+            )  # fmt: skip
+            if fair == 0:
+                tl.store(probabilities_pointer, False)
+            left = tl.where(left == next_, LOOK, left)
+            next_ = tl.min(left)
         first += LOOK * programs
 
 
@@ -613,7 +617,9 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
     programs = min(rows, CAREFUL, max(1, CALIBRATED // n))
     numbers = torch.empty(programs * VECTORS.value * (n + 1), dtype=torch.float64, device=probs.device)
     width = max(2, min(CALIBRATED_WIDTH, next_power_of_2(n)))
-    careful = variant(_careful, WIDTH=width, PAIRS=width // 2, **CALIBRATING, **layout.registers())
+    careful = variant(
+        _careful, WIDTH=width, PAIRS=width // 2, num_warps=CALIBRATED_WARPS, **layout.registers()
+    )
     arguments = (
         *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64),
         numbers.view(torch.float32), n, least, tolerance, rows, programs,
