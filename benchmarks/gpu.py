@@ -9,7 +9,7 @@ that such a kernel may hope for, whichever is more, and at least what the shorte
 sorts has the issue rate at which the sort of rows of 512 was measured; of long rows, what comes before and
 after the sort is what was measured less torch's sorts. Where a launch works on few rows, it is the longest
 chain of instructions of one program, at the cycles that each took in an earlier version of the kernel, as
-measured.
+measured; and of a kernel that loops, what it took then, times the share of its instructions that is left.
 
 A goal is that of the project, as a time, forward / with the gradient: so many softmaxes, sorts or
 `torch.topk` of the same tensor, as measured. It is met if the modelled time, or else the measured one, is no
