@@ -83,20 +83,23 @@ class Case(NamedTuple):
         return f"{self.kernel.fn.__name__} {self.shape}"
 
 
-def _pareto(n: int, bound: float) -> Case:
-    """Rows with whole sums."""
+def _pareto(n: int, bound: float, whole: bool = True) -> Case:
+    """Rows with whole sums, or the kernel with everything else."""
     constants = draws.which(n)
     warps, held = constants.pop("num_warps"), 2 * constants["PIECES"] * constants["PAIRS"]
-    return Case(draws._pareto, f"n = {n:,}", constants | {"WHOLE": True}, warps, held / 32 / warps, bound)
+    return Case(
+        draws._pareto, f"n = {n:,}{'' if whole else ', all'}", constants | {"WHOLE": whole}, warps,
+        held / 32 / warps, bound, few=not whole and n == 64, limited=True,
+    )  # fmt: skip
 
 
-def _poisson(n: int, bound: float, few: bool = False) -> Case:
-    """Calibration and draw of rows with whole sums, in float64."""
+def _poisson(n: int, bound: float, few: bool = False, whole: bool = True) -> Case:
+    """Calibration and draw of rows with whole sums, or the kernel with everything else, in float64."""
     constants = conditional_poisson.which(n)
     warps = constants.pop("num_warps")
     return Case(
-        conditional_poisson._conditional_poisson, f"n = {n:,}", constants | {"WHOLE": True}, warps,
-        constants["NARROW"] / 32 / warps, bound, registers=ALL, few=few,
+        conditional_poisson._conditional_poisson, f"n = {n:,}{'' if whole else ', all'}",
+        constants | {"WHOLE": whole}, warps, constants["NARROW"] / 32 / warps, bound, registers=ALL, few=few,
     )  # fmt: skip
 
 
@@ -118,7 +121,10 @@ def cases() -> list[Case]:
         _pareto(64, 350),
         _pareto(1_000, 165),
         _pareto(4_096, 165),
+        _pareto(64, 740, whole=False),
+        _pareto(1_024, 350, whole=False),
         _poisson(64, 1_850, few=True),
+        _poisson(64, 4_300, whole=False),
         _poisson(1_000, 1_150),
         _poisson(1_024, 1_150),
         Case(draws._part_moments, "long rows", {"CHUNK": draws.CHUNK}, 4, draws.CHUNK / 128, 60),

@@ -645,7 +645,7 @@ def _by_formula(
     Returns the launch, if it is one."""
     rows = drawn.numel()
     if n <= HELD:
-        solver = variant(_pareto, **which(n))
+        solver = variant(_pareto, **which(n), **layout.registers())
         arguments = (*source, seed, out, drawn, probabilities, n, least, tolerance)
         solver(rows, *arguments)
         return solver, rows, arguments
