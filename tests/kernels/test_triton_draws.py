@@ -135,6 +135,15 @@ def test_a_phantom_unit_needs_more_room(draws: Any, monkeypatch: pytest.MonkeyPa
     assert n < 16 or by_formula(draws, x).any()
 
 
+@either
+def test_a_negative_zero_is_impossible(request: pytest.FixtureRequest, where: str) -> None:
+    """1/−0 would be the least of all keys; small negative numbers of half precision may end there."""
+    x = torch.cat((torch.tensor([-0.0]), torch.full((20,), 0.5), torch.tensor([-0.0])))[None]
+    got, drawn = request.getfixturevalue(where).pareto_sample(x, SEED, LEAST, 1e-6)
+    assert drawn and got.sum() == 10 and got[0, [0, -1]].sum() == 0
+    assert torch.equal(got, reference.pareto_sample(x, SEED, LEAST, 1e-6)[0])
+
+
 def by_formula(kernels: Any, x: Tensor) -> Tensor:
     """Which rows the launches draw from that come before the careful one."""
     drawn, every = torch.empty(len(x), dtype=torch.bool), torch.empty((), dtype=torch.bool)
@@ -190,6 +199,10 @@ FEW = {
     "two pairs": [0.9, 0.1, 0.8, 0.2],
     "nearly certain, with many": [1 - 1e-9, 1e-9, 0.7] + [0.3 / 20] * 20,
     "slow": [0.55, 0.33, 0.11, 0.01, 1e-4, 1e-6, 1e-8, 1e-10],
+    # whose errors shrink most unevenly from step to step
+    "uneven": [0.446688, 0.108357, 0.444955],
+    "uneven, with a phantom": [0.988024, 0.554660, 0.555277, 0.902047, 0.999992],
+    "uneven, of four": [0.39358, 0.00554, 0.21319, 0.38769],
 }
 
 

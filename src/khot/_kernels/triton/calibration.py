@@ -8,7 +8,7 @@ independent trials over the frequencies of their sum,
 
 and likewise for 1 − x_j. Both have few terms, because the variance of the sum is small. θ solves π(θ) = π by
 steps θ ← θ + logit π − logit π(θ), each combined with the one before it (Anderson acceleration of depth 1).
-Three steps are usual, and five are needed where two units share the variance.
+Three or four steps are usual, and five are needed where two units share the variance.
 
 What is computed for each unit and node or frequency is in float32, whose errors are 1e-7 of a sum. Where the
 variance is less than FINE, they would be too much of the probabilities, and all is in float64.
@@ -36,8 +36,8 @@ FREQUENCIES = tl.constexpr(8)
 PERIOD = tl.constexpr(15)  # of a sum; sizes so far apart are seven deviations or more from each other
 COS, SIN = tl.constexpr(math.cos(math.pi / 15)), tl.constexpr(math.sin(math.pi / 15))
 ITERATIONS = tl.constexpr(30)
-NEAR = tl.constexpr(5e-7)  # an error of π that is left
-CLOSE = tl.constexpr(1e-3)  # and one of its logit before the last step
+NEAR = tl.constexpr(2e-6)  # an error of π that a step makes at least three times smaller
+CLOSE = tl.constexpr(1e-3)  # and one of its logit
 SETTLED = tl.constexpr(order_sampling.SETTLED)
 # of the integral's nodes, at most and in deviations of the integrand, which is like a normal density
 SPACING, NORMAL_SPACING = tl.constexpr(0.8), tl.constexpr(0.9)
@@ -366,7 +366,7 @@ def _solve(theta_pointer, goal_pointer, pointer, n, units, k, WIDTH: tl.constexp
         pointer + 5 * size,
     )
     turns = _turns(k)
-    offset, before, steps = k * 0, (k * 0).to(COMPUTE), 0
+    offset, steps = k * 0, 0
     running = steps == 0
     while running:
         offset, variance, ups = _near(theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH, COMPUTE)
@@ -378,10 +378,7 @@ def _solve(theta_pointer, goal_pointer, pointer, n, units, k, WIDTH: tl.constexp
         back = tl.where((steps > 0) & (length > 0), along / tl.where(length > 0, length, 1.0), 0.0)
         _move(theta_pointer, residual_pointer, turned_pointer, move_pointer, units, back, steps, WIDTH)
         steps += 1
-        # the error shrinks once more by what it shrank by, or by more
-        left = (error > NEAR) & (error * error > NEAR * before)
-        before = error
-        running = (left | (rest > CLOSE)) & (steps < ITERATIONS)
+        running = ((error > NEAR) | (rest > CLOSE)) & (steps < ITERATIONS)
 
 
 @triton.jit

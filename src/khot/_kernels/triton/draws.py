@@ -44,7 +44,7 @@ CALIBRATED_WARPS = 8
 # The k-th key lies within so many standard deviations, but for one row in 10⁷. The last launch draws other
 # rows from all of their keys, which gives the same sample.
 DEVIATIONS = tl.constexpr(5.5)
-IMPOSSIBLE = tl.constexpr(1e-290)  # a probability that stands for all smaller ones
+IMPOSSIBLE = tl.constexpr(1e-290)  # a probability that stands for all smaller ones, −0 among them
 SPACING = tl.constexpr(2.0**-23)  # of the uniforms by which float32 decides
 ROUNDED = tl.constexpr(1e-6)
 ADJUSTMENT = tl.constexpr(0.0482)  # the most that p(1 − p)(p − ½) may be

@@ -146,9 +146,9 @@ def _permute(
     row_at = x_pointer + row * x_stride
     at = row_at + (slot * 0)[:, None] + column
     x = _load(at, column, n, PIECES, WIDTH, EXACT)
-    odd = x[0] * 0
-    for i in tl.static_range(1, PIECES):
-        odd += x[i] * 0
+    odd = tl.zeros((LEVELS, WIDTH), tl.float32)
+    for i in tl.static_range(PIECES):
+        odd += x[i] * 0 if EXACT else tl.where(column + i * WIDTH < n, x[i] * 0, 0.0)
     last, first, strange = nothing + n.to(tl.float32), nothing, nothing
     if not ORDINARY and any_row(~(tl.sum(odd, axis=1) == 0), LEVELS):  # of NaN if an entry is not finite
         kinds, kept = (), ()
@@ -180,7 +180,7 @@ def _permute(
     # of the ends of the row, which are no level of any program
     end_at = row * (n + 1) + tl.where(slot == 0, 0, n)
     end = tl.where((slot == 0) | (first >= n), HUGE, -HUGE).to(tl.float64) + poison.to(tl.float64)
-    ends = ((slot == 0) & (group == 0)) | ((slot == 1) & (group == groups - 1))
+    ends = (slot == tl.where(group == 0, 0, -1)) | (slot == tl.where(group == groups - 1, 1, -1))
     tl.store(hi_pointer + end_at, end, mask=ends)
     tl.store(lo_pointer + end_at, end, mask=ends)
     hi_at, lo_at = hi_pointer + row * (n + 1) + level, lo_pointer + row * (n + 1) + level
@@ -209,7 +209,7 @@ def _permute(
     hi_at += after
     lo_at += after
     scale = narrow * unit(CDF)
-    writes = ((slot > 0) | (after > 0) | (group == 0)) & (place <= n)
+    writes = (slot >= tl.where((after > 0) | (group == 0), 0, 1)) & (place <= n)
     hi, lo, near, shift, end = _threshold(hi_at, lo_at, writes, inverse, CDF)
     hi_before, lo_before, near_before, shift_before, end_before = _threshold(
         hi_at - 1, lo_at - 1, writes, inverse, CDF

@@ -1,6 +1,6 @@
 """The ranking losses in float32: the loss of a list from its ranks, and the slopes in these, one launch each.
 
-A list that fits is sorted by relevance in the program, and a longer one by torch, in its own dtype. All other
+A list that fits is sorted by relevance in the program, and a longer one by :mod:`.row_sort`. All other
 passes go along a list as far as a program holds it at a time, so that a list of any length is the same.
 """
 

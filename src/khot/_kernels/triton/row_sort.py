@@ -1,5 +1,5 @@
 """Many long rows in descending order, equal entries in the order of their places, NaN first: in float32 and
-narrower, for all kernels that go through sorted rows.
+narrower, for all kernels that go through sorted rows. Zeros and NaN come back without their signs.
 
 A program sorts a chunk of a row. Then runs are merged, two into one of twice the length in each launch: a
 program finds by search how many entries of either run come before its tile of the result, and puts the rest
