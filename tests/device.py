@@ -143,10 +143,10 @@ def backward(y: Tensor) -> None:
 def _apply(node: Any, given: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     python = hasattr(node, "_forward_cls")
     if python and node.__dict__.get("zeros", True):
-        metadata = node._input_metadata
+        device = next(g.device for g in given if g is not None)  # results that are constants have no metadata
         given = [
-            torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
-            for g, m in zip(given, metadata, strict=True)
+            torch.zeros(m.shape, dtype=m.dtype, device=device) if g is None else g
+            for g, m in zip(given, node._input_metadata, strict=True)
         ]
     sent = node.apply(*given) if python else node(*given)
     return sent if isinstance(sent, tuple) else (sent,)

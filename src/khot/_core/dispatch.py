@@ -35,7 +35,8 @@ class Rule:
     constants: ClassVar[tuple[int, ...]] = ()
     #: False for an operator whose results are constants; it has a rule only for vmap and for errors.
     differentiable: ClassVar[bool] = True
-    #: False if the vjp accepts None instead of a gradient of zeros, which would take a launch each.
+    #: False if the vjp accepts None instead of a gradient of zeros, which would take a launch each, as of a
+    #: constant. It need not where all are None.
     zeros: ClassVar[bool] = True
 
     #: How many dims of its own each argument has after the batch dims, in the schema's order: 0 for one
@@ -180,6 +181,8 @@ def _function(operator: Operator, rule: type[Rule]) -> type[Function]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            if all(grad is None for grad in grads):
+                return (None,) * len(ctx.needs_input_grad)
             return rule.vjp(ctx, *grads)
 
         @staticmethod
