@@ -176,6 +176,9 @@ def test_shapes_are_torch_s(shape: tuple[int, ...], q: Any, keepdim: bool) -> No
                 khot.quantile(x, q, dim, keepdim)
             continue
         got = khot.quantile(x, q, dim, keepdim)
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(khot.quantile(leaf, q, dim, keepdim).sum(), leaf)
+        assert grad.sum().item() == pytest.approx(got.numel())
         if x.numel():
             wide = q.double() if isinstance(q, Tensor) else q
             assert_same(got, torch.quantile(x.double(), wide, dim, keepdim).float())

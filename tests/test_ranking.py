@@ -609,8 +609,12 @@ def test_nan_spoils_its_row_and_no_other(name: str) -> None:
         y = operator(single, **options)
         assert y[1].isnan().all() and y[0].isfinite().all()
         leaf = spoiled.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(operator(leaf, **options)[[0, 2]].sum(), leaf)
-        assert grad[[0, 2]].isfinite().all()
+        for recorded in (False, True):
+            y = operator(leaf, **options)
+            (grad,) = torch.autograd.grad(y[[0, 2]].sum(), leaf, retain_graph=True)
+            assert grad[[0, 2]].isfinite().all()
+            (grad,) = torch.autograd.grad(y.sum(), leaf, create_graph=recorded)
+            assert grad[1].isnan().all() and grad[[0, 2]].isfinite().all()
 
 
 @every_cdf

@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, std::opt
         const int64_t i = row * n, k = row * m;
         laplace::thresholds_row(from + i, n, asked.of(row), m, taus(row), work, h ? h + k : nullptr, to + k,
                                 index + i, j + k);
-        if (!descending) std::reverse(to + k, to + k + m);
+        if (!descending && !asked.given) std::reverse(to + k, to + k + m);
       });
     });
   });
@@ -149,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tens
       return want_tau ? laplace::thresholds_backward_row<true>(in_order, row...)
                       : laplace::thresholds_backward_row<false>(in_order, row...);
     };
-    return descending ? row_of(v) : row_of(std::make_reverse_iterator(v + n));
+    return descending || levels ? row_of(v) : row_of(std::make_reverse_iterator(v + n));
   });
 }
 

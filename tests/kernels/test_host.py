@@ -239,7 +239,7 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (4096, 64), lambda x: khot.quantile(x, 0.3, mask=x.detach() > 0), [1, 14], [1, 2],
     ),
     "soft_quantile, linear": (
-        (4096, 64), partial(khot.soft_quantile, q=0.3, interpolation="linear"), [3, 105], [7, 152],
+        (4096, 64), partial(khot.soft_quantile, q=0.3, interpolation="linear"), [3, 105], [7, 156],
     ),
     "soft_count": ((4096, 64), partial(khot.soft_count, at=0.0), [1, 0], [1, 0]),
     "soft_count, tensor": (

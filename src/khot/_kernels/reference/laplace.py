@@ -87,11 +87,12 @@ def decay_scan(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
 class _Sorted(NamedTuple):
     order: Tensor  # int64
     y: Tensor  # the scores, descending, 0 in place of infinite ones
-    free: Tensor  # which are finite
-    tau: Tensor  # (*batch), NaN if it is not positive and finite
+    free: Tensor  # which are finite, or in a row without an answer
+    tau: Tensor  # (*batch), NaN if it is not positive and finite, or if the row has a NaN
     gap: Tensor
     up: Tensor  # Σ e^(−distance/τ) over the entries above
     down: Tensor
+    bad: Tensor  # which rows have no answer, (*batch, 1)
 
 
 def _sorted(x: Tensor, order: Tensor | None, tau: Tensor, scan: Scan) -> _Sorted:
@@ -104,12 +105,13 @@ def _sorted(x: Tensor, order: Tensor | None, tau: Tensor, scan: Scan) -> _Sorted
         order = order.long()
         y = widen(x).gather(-1, order)
     tau = widen(on(x.device, tau)).expand(x.shape[:-1])
-    tau = tau.masked_fill(~((tau > 0) & (tau < math.inf)), math.nan)
+    bad = (~((tau > 0) & (tau < math.inf)) | y.isnan().any(-1)).unsqueeze(-1)
+    tau = tau.masked_fill(bad.squeeze(-1), math.nan)
     gap = _gaps(y, tau)
-    free = ~y.isinf()  # a NaN spreads over its row
+    free = ~y.isinf() | bad
     one = torch.ones_like(y)
     up, down = scan(one, gap, False), scan(one, gap, True)
-    return _Sorted(order, y.masked_fill(~free, 0), free, tau, gap, up, down)
+    return _Sorted(order, y.masked_fill(~free, 0), free, tau, gap, up, down, bad)
 
 
 def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +122,7 @@ def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
 def _gaps(y: Tensor, tau: Tensor) -> Tensor:
     """(y_(p−1) − y_p)/τ, at most `FAR`, so that no product has an infinite factor; 0 for the first."""
     before, after = y[..., :-1], y[..., 1:]
-    gap = (before - after).nan_to_num()  # ∞ − ∞ is 0; rows with a NaN are masked in the end
+    gap = (before - after).nan_to_num()  # ∞ − ∞ is 0
     tau = tau.unsqueeze(-1)
     gap = torch.minimum(gap, FAR * tau) / tau
     return torch.cat((torch.zeros_like(y[..., :1]), gap), -1)
@@ -134,10 +136,6 @@ def _distances(s: _Sorted, scan: Scan) -> tuple[Tensor, Tensor]:
 
 def _unsort(v: Tensor, order: Tensor) -> Tensor:
     return torch.zeros_like(v).scatter(-1, order, v)
-
-
-def _bad(x: Tensor, s: _Sorted) -> Tensor:
-    return (x.isnan().any(-1) | s.tau.isnan()).unsqueeze(-1)
 
 
 # ------------------------------------------------------------------------------------------- counts
@@ -166,7 +164,7 @@ def laplace_count(
         NaN for a level that is NaN, and in rows with a NaN or with a τ that is not positive.
     """
     s = _sorted(x, None, tau, scan)
-    bad, order = _bad(x, s), s.order.int()
+    bad, order = s.bad, s.order.int()
     if levels is None:
         n, apart = x.shape[-1], 0.5 * (s.down - s.up)
         ends = (1, n + 1, 1) if descending else (n, 0, -1)
@@ -371,7 +369,7 @@ def laplace_thresholds(
         from_above = g.lack > 0
         hi = s.y.gather(-1, torch.where(from_above, g.above, g.below))
         lo = s.tau.unsqueeze(-1) * torch.where(from_above, -g.near, g.near)
-        bad, none, every, end = _bad(x, s) | asked.isnan(), asked <= first, asked >= last, greatest(hi)
+        bad, none, every, end = s.bad | asked.isnan(), asked <= first, asked >= last, greatest(hi)
         hi, lo = (
             t.masked_fill(every, -end).masked_fill(none, end).masked_fill(bad, math.nan) for t in (hi, lo)
         )
@@ -451,7 +449,7 @@ def jvp_thresholds(
         out = out - d.z_mean * widen(dtau).expand(s.tau.shape).unsqueeze(-1)
     if dlevels is not None:
         out = out - _over_density(dlevels.expand(out.shape), g, d, s.tau)
-    out = out.masked_fill(~g.live, 0)
+    out = out.masked_fill(~(g.live | s.bad), 0)
     if levels is not None:
         return out
     return (out if descending else out.flip(-1)).to(x.dtype)

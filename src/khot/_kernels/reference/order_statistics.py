@@ -72,11 +72,10 @@ def places_of(x: Tensor, values: Tensor, row: Row = HERE) -> tuple[Tensor, Tenso
         values: (*batch, m), taken from x.
     """
     x, values = x.detach(), values.detach()
-    if x.shape[-1]:
+    if x.shape[-1] and values.shape[-1]:
         # argmax, unlike max, promises the first of equal entries
         equal = [(x == v).to(torch.uint8) for v in values.split(1, -1)]
-        none = values.new_zeros(values.shape, dtype=torch.long)
-        index = torch.cat([e.argmax(-1, keepdim=True) for e in equal], -1) if equal else none
+        index = torch.cat([e.argmax(-1, keepdim=True) for e in equal], -1)
         here = x.gather(-1, index) == values
     else:
         index = torch.zeros_like(values, dtype=torch.long)
@@ -93,7 +92,7 @@ def backward(x: Tensor, values: Tensor, grad: Tensor, row: Row = HERE) -> Tensor
     grad = row.total([grad])[0].to(x.dtype)
     start = torch.where(values.detach().isnan().any(-1, keepdim=True), math.nan, 0.0).to(x.dtype)
     dx = start.expand(x.shape)
-    return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if x.shape[-1] else dx.clone()
+    return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if index.numel() else dx.clone()
 
 
 def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: str = "") -> Tensor:

@@ -7,8 +7,8 @@ early. Most rows take 7 to 15 counts, and none can take more than three times th
 
 Of equal keys the first ones are chosen, which is the same search, among their places.
 
-The steps of a search wait for one another. A batch of short rows that leaves most of a device idle sorts its
-keys instead, with more instructions, but most of them at the same time.
+The steps of a search wait for one another. A batch of short rows that gives each scheduler a few warps sorts
+its keys instead, with more instructions, but most of them at the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST64, GREATEST64, NAN64 = (tl.constexpr(key) for key in (-(1 << 63), (1 << 63
 INFINITE64, MINUS_INFINITE64 = tl.constexpr(0x7FF << 52), tl.constexpr(-(0x7FF << 52) - 1)
 HELD = 16384
 SORTED = 128  # entries of a row that is sorted, if few share the device
-TOGETHER, WARPS = 512, 4  # entries and warps of a program that sorts
+SORTER = 512, 4  # entries and warps of a program that sorts
 SNAP = tl.constexpr(6)  # steps until the ends of the search move to keys that there are
 
 # ----------------------------------------------------------------------------------------------- keys
@@ -253,7 +253,7 @@ def held(rows: int, n: int, compute: tl.dtype) -> tuple[int, dict[str, Any]]:
     """How many rows of n keys a program holds, and the constants for it and for what it does with them."""
     width = max(16, next_power_of_2(n))
     sort = n <= SORTED and rows * width <= layout.SMALL_BATCH and compute == tl.float32
-    tile = layout.Tile(TOGETHER // width, 1, width, WARPS) if sort else layout.tile(rows, n)
+    tile = layout.Tile(SORTER[0] // width, 1, width, SORTER[1]) if sort else layout.tile(rows, n)
     return tile.together, {"COMPUTE": compute, "SORT": sort, **layout.held(tile, n)}
 
 
