@@ -121,6 +121,8 @@ ROUTES = [
     Route("rows of several warps", 64, 8_192, 64),
     Route("rows of several warps, logarithm", 64, 8_192, 64, operator="log_soft_topk-logistic"),
     Route("the longest rows on chip", 32, 32_768, 3_000),
+    Route("rows of two entries to a register", 32, 65_536, 6_000, dtype=torch.bfloat16),
+    Route("rows of two entries to a register, padded", 32, 40_000, 3_000.5, dtype=torch.float16),
     Route("rows that stream past", 64, 100_000, 10_000),
     Route("rows that stream past, small τ", 64, 70_001, 64, tau=0.01),
     Route("rows split over programs", 2, 1_000_000, 64),

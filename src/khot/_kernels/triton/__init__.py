@@ -1,9 +1,10 @@
 """Triton kernels, for CUDA and ROCm: one read of the row, one write.
 
 A row of up to `RESIDENT` entries stays on chip: one program reads it, runs the whole solver on it and writes
-y. Several short rows share a program. Longer rows stream past one program each, several times, where there
-are many of them. Few and very long rows are split over programs: every pass is one launch, and the number of
-launches is fixed, so that nothing waits for the device and a CUDA graph can hold it all.
+y. Several short rows share a program. In the forward pass of the soft top-k twice as many entries of half
+precision do, two to a register (`packed`). Longer rows stream past one program each, several times, where
+there are many of them. Few and very long rows are split over programs: every pass is one launch, and the
+number of launches is fixed, so that nothing waits for the device and a CUDA graph can hold it all.
 
 The soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are float32 as
 well: `threshold` finds t, with the formulas of the CDFs in `terms`; around it are `resident` for rows of one

@@ -18,6 +18,7 @@ __all__ = [
     "exact_total",
     "exp_of_minus",
     "fma",
+    "half_of",
     "half_with_sign",
     "inverse_of",
     "joined",
@@ -32,6 +33,7 @@ __all__ = [
     "two_sum",
     "wide",
     "with_sign",
+    "word_of",
 ]
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -167,6 +169,37 @@ def exact_total(sums, rests):
         return tl.sum(sums, axis=0), tl.sum(rests, axis=0)
     else:
         return tl.reduce((sums, rests), 0, _add_pairs)
+
+
+@triton.jit
+def half_of(word, upper: tl.constexpr, DTYPE: tl.constexpr):
+    """The lower or upper half of a word as a number of this half precision, in float32.
+
+    An instruction with an effect stays where it is. Otherwise the compiler takes all words apart ahead of a
+    loop, and each number has a register for itself.
+    """
+    if not PTX:
+        return (word >> (16 * upper)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    else:
+        half: tl.constexpr = "hi" if upper else "lo"
+        convert: tl.constexpr = "{.reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, " + half + ";}"
+        shift: tl.constexpr = "and.b32 $0, $1, 0xffff0000;" if upper else "shl.b32 $0, $1, 16;"
+        code: tl.constexpr = shift if tl.bfloat16 == DTYPE else convert
+        return tl.inline_asm_elementwise(code, "=r,r", [word], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def word_of(lower, upper, DTYPE: tl.constexpr):
+    """Two numbers of float32, rounded to this half precision, as the halves of a word."""
+    if not PTX:
+        low = lower.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return low | (upper.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        kind: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
+        return tl.inline_asm_elementwise(
+            "cvt.rn." + kind + ".f32 $0, $2, $1;", "=r,r,r", [lower, upper],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -81,6 +81,23 @@ def tile(rows: int, n: int) -> Tile:
     return Tile(together, cdiv(n, piece), piece, warps)
 
 
+def packs(x: Tensor, stride: int, n: int) -> bool:
+    """Whether a row of half precision, too long for a register an entry, is held two entries to a word: where
+    PTX keeps the compiler from taking all words apart at once."""
+    return (
+        RESIDENT < n <= 2 * RESIDENT
+        and x.element_size() == 2
+        and (n | stride) % 2 == 0
+        and x.data_ptr() % 4 == 0
+        and (fast.PTX.value or fast.INTERPRETED.value)
+    )
+
+
+def packed_tile(n: int) -> Tile:
+    """Of such a row: 64 to 128 entries per thread. Two of the pieces make one of words."""
+    return Tile(1, 2 * cdiv(n, 4096), 2048, 16)
+
+
 def held(tile: Tile, n: int) -> dict[str, Any]:
     """The constants of a kernel that holds rows of n entries in this way."""
     return {

@@ -20,9 +20,10 @@ from khot._core import eager
 from khot._kernels.triton import layout, native
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, store, wide
+from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, store, wide, word_of
 from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant, variant
+from khot._kernels.triton.packed import WORD, load_words, piece
 from khot._kernels.triton.polish import polish
 from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import unit, value
@@ -179,10 +180,11 @@ def solve_rows(
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
     EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, POLISHED: tl.constexpr = False,
-    ORDINARY: tl.constexpr = 0,
+    ORDINARY: tl.constexpr = 0, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
-    many entries at a time. POLISHED says that t is to have the digits of float64.
+    many entries at a time. POLISHED says that t is to have the digits of float64, and PACKED that a row is
+    held two entries to a word (:mod:`.packed`).
 
     ORDINARY, if not 0, leaves out all but the path of an ordinary row that takes so many evaluations: for
     counting its instructions, and for nothing else.
@@ -191,7 +193,9 @@ def solve_rows(
     column = tl.arange(0, WIDTH)
     at = x_pointer + entries(row, x_stride, column, TOGETHER)
     x = ()
-    if not STREAM:
+    if PACKED:
+        x = load_words(x_pointer + row * x_stride, n_columns, PIECES, WIDTH, EXACT)
+    elif not STREAM:
         x = load_rows(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
     origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
@@ -220,6 +224,13 @@ def solve_rows(
         to = out_pointer + entries(row, n_columns, column, TOGETHER)
         if STREAM:
             write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+        elif PACKED:
+            words = (out_pointer + row * n_columns).to(WORD, bitcast=True) + column
+            for i in tl.static_range(PIECES // 2):
+                first = result(piece(x, 2 * i, at, PIECES), values, CDF, OUTPUT, WHOLE)
+                second = result(piece(x, 2 * i + 1, at, PIECES), values, CDF, OUTPUT, WHOLE)
+                valid = inside(ok, column + i * WIDTH, n_columns // 2, TOGETHER, EXACT)
+                tl.store(words + i * WIDTH, word_of(first, second, out_pointer.dtype.element_ty), mask=valid)
         else:
             for i in tl.static_range(PIECES):
                 valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
@@ -276,7 +287,8 @@ def soft_topk(
     output: str,
 ) -> None:
     """Fill out, hi and lo."""
-    start, programs, power = _variant(rows, n, F, output)
+    packed = layout.packs(*source, n) and F.name != "normal"  # whose formulas leave no registers for a row
+    start, programs, power = _variant(rows, n, F, output, packed)
     to = None if output == "threshold" else out
     arguments = (*source, *k, *tau, to, hi, lo, rows, n, EVALUATIONS, *power)
     start(programs, *arguments)
@@ -285,15 +297,17 @@ def soft_topk(
 
 
 @functools.lru_cache(maxsize=1024)
-def _variant(rows: int, n: int, F: cdfs.CDF, output: str) -> tuple[Variant, int, tuple[float, float]]:
+def _variant(
+    rows: int, n: int, F: cdfs.CDF, output: str, packed: bool
+) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs, and the exponent of z."""
-    tile = layout.tile(rows, n)
+    tile = layout.packed_tile(n) if packed else layout.tile(rows, n)
     solver = variant(
         solve_rows,
         CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F),
         OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
         EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
-        POLISHED=layout.steep(F, output),
+        POLISHED=layout.steep(F, output), PACKED=packed,
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
     return solver, cdiv(rows, tile.together), layout.power(F)

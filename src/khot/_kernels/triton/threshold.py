@@ -34,6 +34,7 @@ from khot._kernels.triton.fast import (
     with_sign,
 )
 from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support, moments
+from khot._kernels.triton.packed import columns, piece
 from khot._kernels.triton.pooled import pooled_terms, size, temperature, unpooled
 from khot._kernels.triton.terms import (
     hard_count,
@@ -118,8 +119,8 @@ def over(
                 for i in tl.static_range(PIECES):  # all loads first
                     valid = column + (start + i * WIDTH) < n
                     if BY == BY_COUNT:
-                        piece = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
-                        held = held + (less(piece, base, FINE),)  # type: ignore[assignment]  # noqa: RUF005
+                        score = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
+                        held = held + (less(score, base, FINE),)  # type: ignore[assignment]  # noqa: RUF005
                     else:
                         score, w = load_pair(at, start + i * WIDTH, valid)
                         held = held + ((score, w * base),)  # type: ignore[assignment]  # noqa: RUF005
@@ -129,9 +130,9 @@ def over(
             sums = plus(sums, part)
         return sums
     else:
-        held = terms(x[0], given)
+        held = terms(piece(x, 0, at, PIECES), given)
         for i in tl.static_range(1, PIECES):
-            held = plus(held, terms(x[i], given))
+            held = plus(held, terms(piece(x, i, at, PIECES), given))
         return total(held, TOGETHER)
 
 
@@ -145,15 +146,15 @@ def moment_terms(x, origin):
 
 @triton.jit
 def _moments(
-    x, origin, n, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
+    x, at, origin, n,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Sums of x − origin and of its square; not finite if an entry is not."""
-    column = tl.arange(0, WIDTH)
     sums = ()
     for i in tl.static_range(PIECES):
-        d = x[i] - wide(origin, TOGETHER)
+        d = piece(x, i, at, PIECES) - wide(origin, TOGETHER)
         if not EXACT:
-            d = tl.where(before(column + i * WIDTH, n, TOGETHER), d, 0.0)
+            d = tl.where(before(columns(x, i, PIECES, WIDTH), n, TOGETHER), d, 0.0)
         sums = plus(sums, (d, d * d))
     return total(sums, TOGETHER)
 
@@ -381,18 +382,18 @@ def _nearest(
         least = tl.full((WIDTH,), float("inf"), tl.float32)
         greatest = tl.full((WIDTH,), float("-inf"), tl.float32)
         for start in range(0, n, WIDTH):
-            piece = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, FINE)
+            score = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, FINE)
             if POOLED > 0:
-                piece = size(piece)
-            above = piece - hi > lo
-            least = tl.minimum(least, tl.where(above, piece, float("inf")))
-            greatest = tl.maximum(greatest, tl.where(above, float("-inf"), piece))
+                score = size(score)
+            above = score - hi > lo
+            least = tl.minimum(least, tl.where(above, score, float("inf")))
+            greatest = tl.maximum(greatest, tl.where(above, float("-inf"), score))
         return tl.reduce((least, greatest), 0, min_max)
     else:
         for i in tl.static_range(PIECES):
-            piece = size(x[i]) if POOLED > 0 else x[i]
-            above = piece - hi > lo
-            over_, under = tl.where(above, piece, float("inf")), tl.where(above, float("-inf"), piece)
+            score = size(x[i]) if POOLED > 0 else x[i]
+            above = score - hi > lo
+            over_, under = tl.where(above, score, float("inf")), tl.where(above, float("-inf"), score)
             if i == 0:
                 least, greatest = over_, under
             else:
@@ -631,7 +632,7 @@ def find(
         n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
     else:
         n = origin * 0 + tl.cast(n_columns, tl.float32)
-        first, second = _moments(x, origin, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
+        first, second = _moments(x, at, origin, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
         if not ORDINARY:  # noqa: SIM102 (known when it is compiled, the other is not)
             if any_row(~(second < float("inf")), TOGETHER):
                 n, first, second = over(
