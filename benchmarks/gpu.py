@@ -5,11 +5,12 @@ a pretended device (tests/device.py, which has to be on the path): our kernels a
 not views, forward / with the gradient. A sort of torch is one of them, and takes several kernels. What is
 newer than the measurement has a modelled time beside it: of each launch what it moves at the bandwidth of a
 copy, or the instructions that its kernel compiles to (`benchmarks.resources`, for sm_90) at the issue rate
-that such a kernel may hope for, whichever is more, and at least what the shortest kernel takes. A kernel that
-sorts has the issue rate at which the sort of rows of 512 was measured; of long rows, what comes before and
-after the sort is what was measured less torch's sorts. Where a launch works on few rows, it is the longest
-chain of instructions of one program, at the cycles that each took in an earlier version of the kernel, as
-measured; and of a kernel that loops, what it took then, times the share of its instructions that is left.
+that such a kernel may hope for, whichever is more, and at least what the shortest kernel takes. Of rows that
+fill a multiprocessor by themselves, as 65,536 entries do, it is the sum of the two. A kernel that sorts has
+the issue rate at which the sort of rows of 512 was measured; of long rows, what comes before and after the
+sort is what was measured less torch's sorts. Where a launch works on few rows, it is the longest chain of
+instructions of one program, at the cycles that each took in an earlier version of the kernel, as measured;
+and of a kernel that loops, what it took then, times the share of its instructions that is left.
 
 A goal is that of the project, as a time, forward / with the gradient: so many softmaxes, sorts or
 `torch.topk` of the same tensor, as measured. It is met if the modelled time, or else the measured one, is no
