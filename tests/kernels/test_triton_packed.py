@@ -3,6 +3,7 @@ held otherwise."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -174,6 +175,24 @@ def test_rows_that_do_not_come_in_pairs(packed: ModuleType, ways: list[bool], dt
         alike(y, want, 1, 1e-6)
     packed.soft_topk(cases[0][0], *args[:2], "normal", *args[3:])
     assert ways == [False]
+
+
+@pytest.mark.parametrize("n", [34, 46, 64])
+def test_padding_costs_no_second_look(packed: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """The moments of a finite row are right at once: they are taken again where an entry is not finite."""
+
+    def again(*_: object) -> None:
+        raise AssertionError("the moments were taken again")
+
+    monkeypatch.setattr(importlib.import_module("khot._kernels.triton.threshold"), "moment_terms", again)
+    x = torch.randn(2, n, generator=torch.Generator().manual_seed(3)).bfloat16()
+    args = (number(5.5), number(0.5), "logistic", 0.0, "y")
+    y, *_ = packed.soft_topk(x, *args)
+    want, *_ = reference.soft_topk(x.double(), *args)
+    alike(y, want, 1, 1e-6)
+    x[1, 3] = -torch.inf
+    with pytest.raises(Exception, match="taken again"):
+        packed.soft_topk(x, *args)
 
 
 @every_half
