@@ -191,15 +191,8 @@ def half_of(word, upper: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def word_of(lower, upper, DTYPE: tl.constexpr):
     """Two numbers of float32, rounded to this half precision, as the halves of a word."""
-    if not PTX:
-        low = lower.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return low | (upper.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    else:
-        kind: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
-        return tl.inline_asm_elementwise(
-            "cvt.rn." + kind + ".f32 $0, $2, $1;", "=r,r,r", [lower, upper],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+    low = lower.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (upper.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
