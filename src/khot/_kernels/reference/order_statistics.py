@@ -92,7 +92,7 @@ def backward(x: Tensor, values: Tensor, grad: Tensor, row: Row = HERE) -> Tensor
     grad = row.total([grad])[0].to(x.dtype)
     start = torch.where(values.detach().isnan().any(-1, keepdim=True), math.nan, 0.0).to(x.dtype)
     dx = start.expand(x.shape)
-    return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if index.numel() else dx.clone()
+    return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if x.shape[-1] else dx.clone()
 
 
 def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: str = "") -> Tensor:
