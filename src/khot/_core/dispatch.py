@@ -35,9 +35,9 @@ class Rule:
     constants: ClassVar[tuple[int, ...]] = ()
     #: False for an operator whose results are constants; it has a rule only for vmap and for errors.
     differentiable: ClassVar[bool] = True
-    #: False if the vjp accepts None instead of a gradient of zeros, which would take a launch each, as of a
-    #: constant. It need not where all are None.
-    zeros: ClassVar[bool] = True
+    #: True if the vjp needs zeros in the place of gradients that nobody gave, which take a launch each, as
+    #: those of constants do. Otherwise it gets None, but not for all results.
+    zeros: ClassVar[bool] = False
 
     #: How many dims of its own each argument has after the batch dims, in the schema's order: 0 for one
     #: number per row, 1 for a row or its levels, 2 for a matrix. Arguments that the tuple does not reach have

@@ -54,6 +54,7 @@ def bounded_assign(
 
 class _Rule(Rule):
     constants = (3, 4, 5)
+    zeros = True
     own_dims = (2, 1, 1, 1, 1, 1, 1, 1)
 
     @staticmethod

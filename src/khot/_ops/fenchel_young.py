@@ -46,7 +46,6 @@ def _solved(x: Tensor, target: Tensor, k: Tensor, tau: Tensor, cdf: CDF) -> tupl
 
 class _Rule(Rule):
     constants = (1, 2, 3)
-    zeros = False
     own_dims = (1, 1)
 
     @staticmethod

@@ -121,7 +121,6 @@ def _gradients(
 
 class _Count(_Rule):
     constants = (1, 2)
-    zeros = False
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -143,7 +142,6 @@ class _CentredRank(Rule):
 
     own_dims = (1,)
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -169,7 +167,6 @@ class _CentredRank(Rule):
 
 class _Thresholds(_Rule):
     constants = (0, 2, 3)
-    zeros = False
 
     @staticmethod
     def vjp(ctx: Any, _: Any, grad: Tensor, *__: Any) -> tuple[Any, ...]:

@@ -60,7 +60,6 @@ def rescaled(s: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, p: float, row: Row 
 
 class _Rule(Rule):
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -94,7 +94,6 @@ def without(z: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 class _Rule(Rule):
     own_dims = (1, 1)
     constants = (1, 2, 3)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

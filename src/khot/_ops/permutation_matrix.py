@@ -60,7 +60,6 @@ def _reference_backward(
 
 class _Rule(Rule):
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

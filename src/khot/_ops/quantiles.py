@@ -32,7 +32,6 @@ def quantiles(x: Tensor, k: Tensor, weight: Tensor) -> Tensor:
 class _Rule(Rule):
     own_dims = (1, 1, 1)
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -56,7 +56,6 @@ def counted_mean(loss: Tensor, counted: Tensor | None, dtype: torch.dtype) -> Te
 class _NDCG(Rule):
     own_dims = (1, 1, 1, 1)
     constants = (1, 2)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -80,7 +79,6 @@ class _NDCG(Rule):
 class _Correlation(Rule):
     own_dims = (1, 1)
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor, ...]:
@@ -110,7 +108,6 @@ class _Places(Rule):
 class _Mean(Rule):
     own_dims = (1, 1)
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

@@ -43,7 +43,6 @@ def soft_assign(
 
 class _Rule(Rule):
     own_dims = (2, 1, 1, 1, 1)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

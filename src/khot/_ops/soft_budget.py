@@ -59,7 +59,6 @@ def check_costs(cost: Tensor) -> None:
 class _Rule(Rule):
     own_dims = (1, 1)
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

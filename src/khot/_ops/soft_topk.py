@@ -59,7 +59,6 @@ def thresholds(x: Tensor, levels: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor
 
 class _Rule(Rule):
     constants = (1, 3, 4)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

@@ -36,7 +36,6 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> Tensor:
 
 class _Rule(Rule):
     constants = (1, 2)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

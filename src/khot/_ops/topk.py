@@ -24,7 +24,6 @@ def largest_entries(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Ten
 
 class _Rule(Rule):
     constants = (1,)
-    zeros = False
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> tuple[Tensor]:
