@@ -14,7 +14,7 @@ from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.interpolation import line
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.places import add_where, entry_after, entry_at
+from khot._kernels.triton.places import add_where, entry_after, entry_at, hold
 from khot._kernels.triton.resident import entries, place_rows
 from khot._kernels.triton.selection import greatest_of, held, in_order, k_of, load_keys, longest
 from khot._kernels.triton.sizes import cdiv
@@ -59,11 +59,7 @@ def _pull_quantiles(
     dx_pointer, dweight_pointer, rows, n, count,
     COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    column = tl.arange(0, WIDTH)
-    there = row < rows
-    valid = there[:, None] & (column < n)[None, :]
-    x = tl.load(x_pointer + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+    row, there, column, valid, x = hold(x_pointer, x_stride, rows, n, COMPUTE, TOGETHER, WIDTH)
     dx = tl.zeros_like(x)
     for j in range(count):
         upper = both_pointer + row * (2 * count) + j

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from khot._kernels.reference import order_sampling
-from khot._kernels.triton.fast import double, reciprocal, total
+from khot._kernels.triton.fast import double, reciprocal, reciprocal64, total
 
 __all__ = ["LARGEST_VARIANCE", "VECTORS", "calibrate"]
 
@@ -67,7 +67,7 @@ def _logit(p):
 
 @triton.jit
 def _inverse(x):
-    return reciprocal(x) if x.dtype == tl.float32 else 1 / x
+    return reciprocal(x) if x.dtype == tl.float32 else reciprocal64(x)
 
 
 @triton.jit

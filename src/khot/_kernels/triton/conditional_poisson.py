@@ -29,7 +29,7 @@ from torch import Tensor
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import fixed_point
 from khot._kernels.triton import layout
-from khot._kernels.triton.calibration import _clamp, _times
+from khot._kernels.triton.calibration import _clamp, _sides, _times
 from khot._kernels.triton.draws import _columns, _moments, _plan, uniforms
 from khot._kernels.triton.fast import INTERPRETED, _halvings, double, reciprocal64, total
 from khot._kernels.triton.launch import launch
@@ -87,15 +87,6 @@ def _product(a, b):
         return tl.reshape(a, (a.shape[1],)), tl.reshape(b, (b.shape[1],))
     else:
         return tl.reduce((a, b), 0, _times)
-
-
-@triton.jit
-def _sides(z):
-    """σ(z) and 1 − σ(z), both to the last digits."""
-    e = tl.exp(-tl.abs(z))
-    likely = reciprocal64(1 + e)
-    unlikely = e * likely
-    return tl.where(z > 0, likely, unlikely), tl.where(z > 0, unlikely, likely)
 
 
 @triton.jit

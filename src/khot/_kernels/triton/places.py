@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khot._kernels.reference import order_statistics as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.functions import place
+from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.largest import of_long_rows
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MOST, PLACE
@@ -41,6 +41,7 @@ __all__ = [
     "entry_after",
     "entry_at",
     "given",
+    "hold",
     "order_statistics",
     "order_statistics_backward",
 ]
@@ -69,6 +70,15 @@ def entry_after(keys, greatest, key, k, n):
     _least, less = ends(keys, key * 0 + NONE, key)
     below = tl.where(reached(keys, key) > k.to(tl.int32), key, less)
     return tl.where(bad, float("nan"), number(below))
+
+
+@triton.jit
+def hold(x_pointer, x_stride, rows, n, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr):
+    """The program's rows and which of them there are, their columns, which entries there are, and these."""
+    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    column = tl.arange(0, WIDTH)
+    valid = (row < rows)[:, None] & (column < n)[None, :]
+    return row, row < rows, column, valid, load(x_pointer, row, x_stride, column, valid, COMPUTE)
 
 
 @triton.jit
@@ -107,11 +117,7 @@ def _pull_places(
     COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """To the first entry of each value goes what comes in for it."""
-    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    column = tl.arange(0, WIDTH)
-    there = row < rows
-    valid = there[:, None] & (column < n)[None, :]
-    x = tl.load(x_pointer + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(COMPUTE)
+    row, there, column, valid, x = hold(x_pointer, x_stride, rows, n, COMPUTE, TOGETHER, WIDTH)
     dx = tl.zeros_like(x)
     for j in range(count):
         value = tl.load(values_pointer + row * count + j, mask=there, other=0.0).to(COMPUTE)
