@@ -21,6 +21,11 @@ from khot._core.precision import wide_dtype, widen
 
 __all__ = ["CDF", "CDFName", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 NEWTON = 4  # Newton steps to a quantile in float32
 TINIEST = 1e-37  # the smallest probability that those steps distinguish from 0
 DOUBLINGS = 1100  # of a bracket for a quantile: enough to exceed float64's range

@@ -50,6 +50,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class _WithK(Constraint):
     """The base of the two constraints: they depend on k."""
 

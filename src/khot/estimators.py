@@ -59,6 +59,11 @@ __all__ = [
     "straight_through",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 EstimatorName = Literal[
     "straight_through", "second_order", "gumbel", "simple", "imle", "sequential_softmax", "ncpss"
 ]

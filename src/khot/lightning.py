@@ -11,6 +11,10 @@ from khot import _callbacks
 __all__ = ["AnnealCallback", "BalancerCallback"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class AnnealCallback(lightning.Callback):
     """Steps every :class:`khot.nn.Anneal` of the module once per step of the optimizer.
 

@@ -20,6 +20,10 @@ from khot.nn.balancer import QuantileBalancer
 __all__ = ["AnnealCallback", "BalancerCallback", "balance", "unbalance"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def balance(model: PreTrainedModel, *, bins: int = 1024, ema: float = 0.0) -> list[QuantileBalancer]:
     """Put a :class:`khot.nn.QuantileBalancer` into every router of a mixture of experts.
 

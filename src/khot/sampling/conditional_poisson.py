@@ -43,6 +43,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @by_rows(0)
 @on_cpu
 def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:

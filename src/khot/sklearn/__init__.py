@@ -6,3 +6,7 @@ except ImportError as error:
     raise ImportError("khot.sklearn needs scikit-learn >= 1.6: pip install khot[sklearn]") from error
 
 __all__ = ["KHotSelector"]
+
+
+def __dir__() -> list[str]:
+    return __all__
