@@ -150,15 +150,20 @@ _hooks_on_top: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_ten
 def is_recomputation() -> bool:
     """Whether activation checkpointing computes again what it has computed with gradients before.
 
-    That is what it does with ``use_reentrant=False``, for the tensors that it did not save. With
-    ``use_reentrant=True`` its first pass is without gradients, and the second one is not a repetition of it.
+    That is what it does with ``use_reentrant=False``, for the tensors that it did not save: hooks for saved
+    tensors are on then, its own or those of something within it, such as another checkpointing. With
+    ``use_reentrant=True`` its first pass is without gradients, and the second one is not a repetition of it:
+    that is the backward pass of a Function of its own, within which others may have their first pass.
     """
     if not within_backward():
         return False
-    if _hooks_on_top is None:  # torch 2.6: the second pass is the backward pass of a Function of that name
-        return "Checkpoint" not in torch._C._current_autograd_node().name()
-    hooks = _hooks_on_top(False)
-    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+    if _hooks_on_top is not None:  # else torch 2.6
+        hooks = _hooks_on_top(False)
+        if hooks is None:
+            return False
+        if "_recomputation_hook" in getattr(hooks[0], "__qualname__", ""):
+            return True
+    return "Checkpoint" not in torch._C._current_autograd_node().name()
 
 
 def derivative_levels() -> int:
