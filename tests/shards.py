@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -461,11 +463,22 @@ class Scored(nn.Module):
         return scores.gather(-1, self.balancer(scores.detach())).sum()
 
 
+def buffers_argument() -> str:
+    """What switches the copies of buffers off, which torch 2.13 has given another name."""
+    names = inspect.signature(DistributedDataParallel).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+
+
+def data_parallel(model: nn.Module, group: Any, broadcast: bool) -> DistributedDataParallel:
+    """With or without copies of the first process's buffers before each forward pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return DistributedDataParallel(model, process_group=group, **{buffers_argument(): broadcast})
+
+
 def balanced_in_ddp(group: Any, steps: list[Tensor], k: int, broadcast: bool, how: str) -> list[Tensor]:
     """The biases after each update, in DistributedDataParallel. Rank i has each world-th token from i on."""
-    model = DistributedDataParallel(
-        Scored(steps[0].shape[-1], k), process_group=group, broadcast_buffers=broadcast
-    )
+    model = data_parallel(Scored(steps[0].shape[-1], k), group, broadcast)
     found = []
     for step in steps:
         own = step[group.rank() :: group.size()]
@@ -513,7 +526,7 @@ def trained_sae(
     part = slice(None) if group is None else slice(group.rank(), None, group.size())
     model: nn.Module = sae
     if kind.startswith("DDP"):
-        model = DistributedDataParallel(sae, process_group=group, broadcast_buffers="broadcast" in kind)
+        model = data_parallel(sae, group, "broadcast" in kind)
     elif kind.startswith("FSDP2"):
         model = fully_shard(sae, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)

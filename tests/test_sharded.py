@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -552,9 +553,7 @@ UNDER_BROADCASTS = {
 
 
 @pytest.mark.parametrize("how", UNDER_BROADCASTS)
-@pytest.mark.parametrize(
-    "broadcast", [False, True], ids=["broadcast_buffers=False", "broadcast_buffers=True"]
-)
+@pytest.mark.parametrize("broadcast", [False, True], ids=["no broadcast", "broadcast"])
 def test_balancers_in_distributed_data_parallel(broadcast: bool, how: str) -> None:
     """The biases are equal on all processes, and those of all tokens, bit for bit. With broadcasts, counts of
     the first process may overwrite the others, which the documentation warns of."""
@@ -568,3 +567,10 @@ def test_balancers_in_distributed_data_parallel(broadcast: bool, how: str) -> No
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
     assert all(map(torch.equal, results[0], want)) == (not broadcast or UNDER_BROADCASTS[how])
+
+
+def test_the_argument_that_keeps_counts_is_named_as_this_torch_names_it() -> None:
+    """With a warning as an error, shards.data_parallel shows that the name is not deprecated."""
+    page = (Path(__file__).parents[1] / "docs" / "balancing.md").read_text(encoding="utf-8")
+    for text in (page, khot.nn.QuantileBalancer.__doc__ or ""):
+        assert f"`{shards.buffers_argument()}=False`" in text

@@ -109,8 +109,8 @@ class QuantileBalancer(Biased):
 
     ``DistributedDataParallel`` overwrites all buffers with those of the first process before a forward pass,
     also before one in eval mode. The biases are equal anyway, but counts would be lost. So pass it
-    ``broadcast_buffers=False``; or call the micro-batches of a step except the last in its ``no_sync()``, and
-    do not evaluate between a forward pass and the update.
+    ``forward_sync_buffers=False`` (``broadcast_buffers=False`` before torch 2.13); or call the micro-batches
+    of a step except the last in its ``no_sync()``, and do not evaluate between a forward pass and the update.
 
     Example:
         >>> balancer = khot.nn.QuantileBalancer(8, k=2)
