@@ -1,4 +1,4 @@
-"""Layers outside of Python: saved programs, AOTInductor, and ONNX in its own runtime. (The table of
+"""Layers outside of Python: saved programs, AOTInductor, ONNX in its own runtime, and TorchScript. (The table of
 test_layers.py covers torch.compile.)"""
 
 from __future__ import annotations
@@ -354,3 +354,33 @@ def test_aot_inductor(name: str, tmp_path: Path) -> None:
     compiled = torch._inductor.aoti_load_package(path)
     for inputs in (row.inputs, row.larger()):
         assert_same(compiled(*inputs), layer(*inputs))
+
+
+# What torch.jit.trace does not take in eval mode. docs/export.md lists it, too.
+NOT_TRACED = {
+    "TopKRouter-capacity",
+    "MixtureOfExperts-top k",
+    "pruned",
+    "pruned-shares",
+    "pruned-score",
+}
+
+
+@each
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of each check of an argument
+@torch.no_grad()
+def test_torch_script(row: Row) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.jit.script(row.layer())
+    if not row.inputs:  # of which torch.jit.trace asks for some
+        return
+    layer, buffer = row.layer(), io.BytesIO()
+    if row.name in NOT_TRACED:
+        with pytest.raises((RuntimeError, torch.jit.TracingCheckError)):
+            torch.jit.trace(layer, row.inputs)(*row.larger())
+        return
+    torch.jit.save(torch.jit.trace(layer, row.inputs), buffer)
+    buffer.seek(0)
+    program = torch.jit.load(buffer)
+    for inputs in (row.inputs, row.larger()):
+        assert_same(program(*inputs), layer(*inputs))
