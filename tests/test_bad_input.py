@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +26,7 @@ from torch.autograd import grad
 import khot
 import oracles
 from khot import cdfs
+from khot._core.names import OTHER_NAMES
 from operators import FIRST, Operator
 
 INF, NAN = math.inf, math.nan
@@ -909,3 +911,58 @@ def test_what_was_meant(call: Callable[[], Any], error: type[Exception], said: s
     with pytest.raises(error) as info:
         call()
     assert str(info.value).endswith(said)
+
+
+# A call for each of these arguments, which gives it a name.
+NAMED: dict[str, Callable[[Any], Any]] = {
+    "cdf": lambda name: khot.soft_topk(torch.ones(3), 1, cdf=name),
+    "estimator": lambda name: khot.sample_khot(torch.ones(3), 1, estimator=name),
+    "design": lambda name: khot.sample_khot(torch.ones(3), 1, design=name),
+    "schedule": lambda name: khot.nn.Anneal(1.0, 0.5, steps=2, schedule=name),
+    "regularization": lambda name: khot.project_permutahedron(
+        torch.ones(3), torch.ones(3), regularization=name
+    ),
+    "reduction": lambda name: khot.losses.ndcg_loss(torch.ones(3), torch.ones(3), reduction=name),
+}
+MEANT = [
+    ("cdf", "sigmoid", "logistic"),
+    ("cdf", "gaussian", "normal"),
+    ("cdf", "probit", "normal"),
+    ("cdf", "erf", "normal"),
+    ("cdf", "laplacian", "laplace"),
+    ("cdf", "double exponential", "laplace"),
+    ("cdf", "hard-sigmoid", "uniform"),
+    ("estimator", "ste", "straight_through"),
+    ("estimator", "st", "straight_through"),
+    ("estimator", "straight-through", "straight_through"),
+    ("estimator", "gumbel-softmax", "gumbel"),
+    ("estimator", "I-MLE", "imle"),
+    ("estimator", "reinmax", "second_order"),
+    ("design", "maximum entropy", "conditional_poisson"),
+    ("schedule", "exp", "exponential"),
+    ("schedule", "cos", "cosine"),
+    ("regularization", "euclidean", "l2"),
+    ("regularization", "entropic", "kl"),
+    ("reduction", "average", "mean"),
+]
+
+
+@pytest.mark.parametrize("argument, called, meant", MEANT)
+def test_what_other_code_calls_it(argument: str, called: str, meant: str) -> None:
+    NAMED[argument](meant)
+    for spelled in (called, called.upper(), called.title()):
+        with pytest.raises(ValueError, match=rf"^{argument} must be .*; did you mean '{meant}'\?$"):
+            NAMED[argument](spelled)
+
+
+def test_every_other_name_is_of_an_argument() -> None:
+    shown = {re.sub("[- ]", "_", called.lower()): meant for _, called, meant in MEANT}
+    assert set(shown.values()) >= set(OTHER_NAMES.values())
+    for called, meant in OTHER_NAMES.items():
+        assert any(_hints(call, called, meant) for call in NAMED.values()), called
+
+
+def _hints(call: Callable[[Any], Any], called: str, meant: str) -> bool:
+    with pytest.raises(ValueError, match="must be") as info:
+        call(called)
+    return str(info.value).endswith(f"; did you mean {meant!r}?")

@@ -1,5 +1,5 @@
-"""Layers outside of Python: saved programs, AOTInductor, ONNX in its own runtime, and TorchScript. (The table of
-test_layers.py covers torch.compile.)"""
+"""Layers outside of Python: saved programs, AOTInductor, ONNX in its own runtime, and TorchScript.
+(The table of test_layers.py covers torch.compile.)"""
 
 from __future__ import annotations
 
