@@ -12,8 +12,7 @@ times of calls alone.
 
 The builds are those of the soft top-k in float32, with every CDF, and its gradient: how many different
 kernels Triton compiles while the number of rows and the length of a row change, and how long two processes
-take for all of one dtype: short, long and very long rows of each CDF, forward and backward. Then come the
-calls of `benchmarks.launches`, of every operator that has kernels, with every CDF.
+take for all of one dtype: short, long and very long rows of each CDF, forward and backward.
 """
 
 from __future__ import annotations
@@ -40,50 +39,13 @@ RESULTS = Path(__file__).parent / "results" / "host.md"
 CDFS = ("logistic", "laplace", "normal", "uniform", "power")
 ROWS = (1, 3, 16, 128, 1_000, 4_096)
 LENGTHS = (33, 48, 50, 60, 64)  # of rows that are padded to the same width
-BEFORE = (
-    "Before calls went without Python (at 453c8e9; up to the last of these, on an AMD EPYC): 54.9 µs for "
-    "`soft_topk` and 102.6 of a tensor that requires a gradient, where a softmax took 1.7. Before the "
-    "gradient had a node of its own (at 802f279), the ratios were 1.72 for `soft_topk`, 2.86 of a tensor "
-    "that requires a gradient, 1.87 with the gradient, 1.37 for `topk_mask`, 3.15 for `nn.SoftTopK` and "
-    "2.90 with its gradient, and all other operators went the ordinary way. Before masks, other "
-    "dimensions and samples went without Python, and the ordinary way prepared launches in every call (at "
-    "06403a9), µs, and with the gradient: `soft_topk` of columns 85.0 and 339, `soft_topk_magnitude`, "
-    "masked, 116 and 381, `soft_budget`, masked, 167 and 446, `soft_rank`, masked, 210 and 544, "
-    "`soft_sort`, masked, 211 and 529, `nn.SoftTopK`, masked, 38.9 and 156, `sample_khot` 144 and 247, "
-    "`nn.KHotGate` 338 and 439, and `soft_topk`, the ordinary way, 60.8 and 282, where a softmax took 1.7 "
-    "and 46. Before budgets, ranks and sorts asked for a plain call ahead of DTensors, and a gate drew "
-    "its samples in one call (at 3eee443), µs: `soft_budget` 2.9, `soft_rank` 2.6, `soft_sort` 2.8, "
-    "`soft_topk_magnitude`, masked, 10.5, `soft_budget`, masked, 10.6, `soft_rank`, masked, 31.2, "
-    "`soft_sort`, masked, 26.9, `sample_khot` 5.5, and `nn.KHotGate` 97.6, with its gradient 188, where a "
-    "softmax took 1.8 and 46. Before masks, signs and columns were launches of one kernel, and a gate "
-    "multiplied in its call (at 4c82858), the ratios were, and with the gradient: `soft_topk`, masked, "
-    "5.2 and 1.5, of columns 3.6 and 1.8, `soft_topk_magnitude`, masked, 6.5 and 2.2, `soft_budget`, "
-    "masked, 6.2 and 1.6, `soft_rank`, masked, 12.7 and 3.0, `soft_sort`, masked, 11.8 and 2.3, "
-    "`sample_khot` 3.1 and 1.1, and `nn.KHotGate` 7.8 and 1.8. Before the launches of a call were started "
-    "together, a gate of constants was one node, and the top-k of short rows went without Python (at "
-    "53a1ce1), the ratios were, each the median of three runs in turn with those of the table: "
-    "`soft_topk` 1.23, `soft_topk_magnitude` 1.20, `soft_budget` 1.40, `soft_rank`, descending 1.17, "
-    "`soft_sort`, descending 1.43, `soft_topk` with k and tau of each row 1.37, `nn.SoftTopK` 1.50, "
-    "`soft_topk`, masked 1.72, `soft_topk` of columns 1.67, `soft_topk_magnitude`, masked 2.00, "
-    "`soft_budget`, masked 2.11, `soft_rank`, descending, masked 2.03, `soft_sort`, descending, masked "
-    "2.13, `nn.SoftTopK`, masked 2.04, `sample_khot` 2.58, `nn.KHotGate` 3.71, `topk_mask` 0.86; and of "
-    "layers, to the same with torch's operation, also with the gradient, `nn.TokenChoiceRouter` 1.26 and "
-    "1.19, `nn.BalancedRouter` 5.15 and 4.14, `nn.ExpertChoiceRouter` 1.36 and 1.22, `nn.TopKRouter` 1.67 "
-    "and 1.43, `nn.TopKRouter` with biases 1.76 and 1.64, `nn.TopKSAE` 1.58 and 1.27."
-)
 BINDS = (
-    "A call should take at most 1.5 times what softmax takes, and a layer of one operator 2.5 times; all "
-    "do. A masked call makes one or two more launches than a plain one, a sample two, with a seed that an "
+    "A call should take at most 1.5 times what softmax takes, and a layer of one operator 2.5 times. A "
+    "masked call makes one or two more launches than a plain one, a sample two, with a seed that an "
     "operation of torch draws, and a gate four. Layers of several operations are mostly torch's, whatever "
-    "selects in them. Those that choose by a soft or hard top-k do so in plain calls. `nn.BalancedRouter` "
-    "solves an assignment, and `nn.TopKSAE` multiplies, chooses and sums by three operators; both take "
-    "the ordinary way, whose Python is what they cost beyond the layers beside them. The ordinary way "
-    "remembers what a shape decides: the kernel, its tiles, and what Triton made of it. Of 17.5 µs "
-    "without a gradient, three empty tensors take 2.7, the launch 0.6, and the question whether anything "
-    "sees or records the call, whose answer may change with every call, 1.3. A memory by device, dtype, "
-    "shape, strides, CDF and output could save the checks of the arguments, 1.4, and the look at rows, "
-    "numbers, CDF and kernel, 1.8, less 0.4 for its own key: a sixth. The rest is Python's way through "
-    "some sixty functions."
+    "selects in them. Those that choose by a soft or hard top-k do so in plain calls; `nn.BalancedRouter` "
+    "and `nn.TopKSAE` take the ordinary way, whose Python is what they cost beyond the layers beside "
+    "them."
 )
 SHAPES = ((512, 64), (64, 8_192), (64, 50_000))
 
@@ -427,40 +389,6 @@ def _used() -> float:
     return sum(os.times()[:4])
 
 
-def every_operator() -> list[tuple[str, tuple[Any, ...]]]:
-    """The operators and arguments of `benchmarks.launches`, on the CPU and with every CDF."""
-    from benchmarks import launches
-
-    def real(value: Any, cdf: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value
-        return cdf if value == "logistic" else value
-
-    def of(arguments: tuple[Any, ...], cdf: str) -> tuple[Any, ...]:
-        found = [real(value, cdf) for value in arguments]
-        if "power" in found:
-            found[found.index("power") + 1] = 4 / 3
-        return tuple(found)
-
-    import torch
-
-    return [
-        (case.name, of(case.arguments, cdf))
-        for case in launches.cases()
-        for cdf in (CDFS if "logistic" in case.arguments else CDFS[:1])
-    ]
-
-
-def compile_operator(number: int) -> float:
-    with device():
-        from khot._kernels import triton
-
-        name, arguments = every_operator()[number]
-        start = _used()
-        getattr(triton, name)(*arguments)
-        return _used() - start
-
-
 def seconds(compile_one: Callable[..., float], tasks: list[tuple[Any, ...]]) -> tuple[float, float]:
     """The wall time of two processes for these builds, with an empty cache, and the CPU time."""
     with tempfile.TemporaryDirectory() as cache:
@@ -492,8 +420,6 @@ def main() -> None:
                 )
             return
     wall, used = seconds(compile_all, [(cdf, shape) for shape in SHAPES for cdf in CDFS])
-    all_calls = [(number,) for number in range(len(every_operator()))]
-    all_wall, all_used = seconds(compile_operator, all_calls)
     lines = [
         "# The host of a GPU",
         (__doc__ or "").partition("\n\n")[2].strip(),
@@ -514,7 +440,6 @@ def main() -> None:
             ],
         ),
         BINDS,
-        BEFORE,
         report.table(
             ["builds, logistic, forward and backward", "kernels"],
             [
@@ -524,8 +449,6 @@ def main() -> None:
         ),
         f"All of float32, {len(SHAPES)} shapes with {len(CDFS)} CDFs, forward and backward, by two "
         f"processes: {wall:.0f} s of wall time, {used:.0f} s of CPU time.",
-        f"All {len(all_calls)} calls of `benchmarks.launches` with every CDF: {all_wall:.0f} s of wall time, "
-        f"{all_used:.0f} s of CPU time.",
     ]
     text = "\n\n".join(lines) + "\n"
     print(text)
