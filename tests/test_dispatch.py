@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
-from khot._core.dispatch import OPERATORS
+from khot._core.dispatch import OPERATORS, define
+from khot._core.precision import wide_dtype
 
 OPERATOR = OPERATORS["topk_mask"]
 X = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
@@ -121,3 +122,29 @@ def test_gradients_of_all_kinds_pass_by_the_kernel(monkeypatch: pytest.MonkeyPat
 
     assert torch.autograd.gradcheck(call, (x, tau), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(call, (x, tau))
+
+
+def test_an_operator_is_what_its_kernel_says() -> None:
+    """The schema is the kernel's annotations, and the results are as the words say."""
+
+    def kernel(
+        x: Tensor, known: Tensor | None, k: int, tau: float, name: str, fast: bool, dtype: torch.dtype,
+        y: Tensor | None = None, group: str = "", *, chosen: Any = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        rows = x.new_zeros(x.shape[:-1], dtype=wide_dtype(x.device))
+        return x.clone(), rows, x.new_zeros(x.shape, dtype=torch.int32), x.new_zeros(x.shape[:-1])
+
+    operator = define("test_of_words", kernel, "x, x[row] wide, x int32, x[row]", spread=True)
+    try:
+        arguments = "Tensor x, Tensor? known, SymInt k, float tau, str name, bool fast, ScalarType dtype"
+        four = "(Tensor, Tensor, Tensor, Tensor)"
+        given = f"({arguments}, Tensor? y=None) -> {four}"
+        spread = f"({arguments}, Tensor? y, str group) -> {four}"
+        assert str(operator.overload._schema) == f"khot::test_of_words{given}"
+        assert str(operator.spread.overload._schema) == f"khot::reference_test_of_words{spread}"
+        for _ in range(5):
+            shape = [int(n) for n in torch.randint(0, 4, (int(torch.randint(1, 4, ())),))]
+            args = torch.zeros(shape, dtype=torch.bfloat16), None, 3, 1.0, "", True, torch.float32
+            torch.library.opcheck(operator.overload, args, test_utils=("test_schema", "test_faketensor"))
+    finally:
+        del OPERATORS["test_of_words"], OPERATORS["reference_test_of_words"]

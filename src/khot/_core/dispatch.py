@@ -1,12 +1,13 @@
 """How an operator is registered with torch, and how it is called: eagerly, under transforms, and in a trace.
 
-:func:`define` takes everything that torch has to know about an operator: its schema, its reference kernel,
-the shapes of its results, and its :class:`Rule`, which says how it is differentiated. Faster kernels are
-registered under the same name for their device (:mod:`khot._kernels`).
+:func:`define` takes everything that torch has to know about an operator: its reference kernel, whose
+annotations are its schema, the shapes of its results, and its :class:`Rule`, which says how it is
+differentiated. Faster kernels are registered under the same name for their device (:mod:`khot._kernels`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from khot._core.precision import wide_dtype
 from khot._core.torch_internals import (
     below_autograd,
     decompose_in_exports,
@@ -96,12 +98,53 @@ def _for_shards(rule: type[Rule]) -> type[Rule]:
 OPERATORS: dict[str, Operator] = {}
 
 
+#: What the annotations of a reference kernel are in torch's schema language, where it has another word.
+_WORDS = {"Tensor | None": "Tensor?", "int": "SymInt", "torch.dtype": "ScalarType"}
+
+
+def _arguments(kernel: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a reference kernel takes as an operator: not what it takes by keyword alone, which is chosen for
+    it, and not the group of rows that need not be spread."""
+    parameters = inspect.signature(kernel).parameters.values()
+    return [p for p in parameters if p.kind is not p.KEYWORD_ONLY and (p.name, p.default) != ("group", "")]
+
+
+def _schema(kernel: Callable[..., Any]) -> str:
+    """The schema that the annotations of a reference kernel say, in torch's language."""
+    arguments = [
+        f"{_WORDS.get(p.annotation, p.annotation)} {p.name}" + ("=None" if p.default is None else "")
+        for p in _arguments(kernel)
+    ]
+    count = str(inspect.signature(kernel).return_annotation).count("Tensor")
+    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    return f"({', '.join(arguments)}) -> {results}"
+
+
+def _like(kernel: Callable[..., Any], results: str) -> Callable[..., Any]:
+    """What makes results without values, from the words that :func:`define` takes for them."""
+    names = [p.name for p in _arguments(kernel)]
+    words = [result.strip().partition(" ") for result in results.split(",")]
+    asked = [(names.index(what.removesuffix("[row]")), "[row]" in what, dtype) for what, _, dtype in words]
+
+    def made(like: Tensor, by_row: bool, dtype: str) -> Tensor:
+        of_device = {"": like.dtype, "wide": wide_dtype(like.device)}
+        found = of_device[dtype] if dtype in of_device else getattr(torch, dtype)
+        return like.new_empty(like.shape[:-1] if by_row else like.shape, dtype=found)
+
+    def fake(*args: Any) -> Any:
+        found = tuple(made(args[at], by_row, dtype) for at, by_row, dtype in asked)
+        return found[0] if len(found) == 1 else found
+
+    return fake
+
+
 def define(
     name: str,
-    schema: str,
     kernel: Callable[..., Any],
-    fake: Callable[..., Any],
+    results: str | Callable[..., Any],
     rule: type[Rule] | None = None,
+    *,
+    schema: str = "",
     decomposition: Callable[..., Any] | None = None,
     spread: bool = False,
 ) -> Operator:
@@ -109,16 +152,21 @@ def define(
 
     Args:
         name: the name after ``khot::``.
-        schema: its arguments and results, in torch's schema language.
-        kernel: the reference kernel, for every device that has no faster one.
-        fake: returns tensors with the shapes and dtypes of the results, without their values.
+        kernel: the reference kernel, for every device that has no faster one. Its annotations are the schema.
+        results: the shapes and dtypes of the results, separated by commas: "x" for those of the argument x,
+            "x[row]" for one number for each row of x, and after a space another dtype, by torch's name, or
+            "wide" for that of thresholds on the device. Or a function of the arguments that returns tensors
+            with the shapes and dtypes, without their values.
         rule: how the operator is differentiated; None if it is not differentiable.
+        schema: in torch's language, where the annotations do not say it.
         decomposition: the same in few operations that other formats have, such as ONNX; None if there is no
             such form. It must not read values.
         spread: whether the same kernel also serves rows that are spread over processes and users' CDFs, as
             ``khot::reference_NAME``, which has the names of the process groups as one more argument.
     """
     full = f"khot::{name}"
+    fake = results if callable(results) else _like(kernel, results)
+    schema = schema or _schema(kernel)
     torch.library.define(full, schema)
     torch.library.impl(full, "CompositeExplicitAutograd")(kernel)
     torch.library.register_fake(full, fake)
@@ -141,13 +189,13 @@ def define(
 
         torch.library.register_vmap(full, batch)
     if spread:
-        arguments, results = schema.replace("=None", "").rsplit(") ->", 1)
+        before, after = schema.replace("=None", "").rsplit(") ->", 1)
         operator.spread = define(
             f"reference_{name}",
-            f"{arguments}, str group) ->{results}",
             kernel,
             lambda *args: fake(*args[:-1]),
             None if rule is None else _for_shards(rule),
+            schema=f"{before}, str group) ->{after}",
         )
     return operator
 

@@ -32,8 +32,8 @@ def _fake(
 
 assign_pass = define(
     "assign_pass",
-    "(Tensor x, Tensor k, Tensor r, Tensor c, float tau, str cdf, float shape, int steps, float tolerance, "
-    "bool slopes, bool values) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernels.assign_pass,
     _fake,
+    schema="(Tensor x, Tensor k, Tensor r, Tensor c, float tau, str cdf, float shape, int steps, "
+    "float tolerance, bool slopes, bool values) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )

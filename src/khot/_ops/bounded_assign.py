@@ -230,12 +230,4 @@ def _fake(
     )
 
 
-_bounded_assign = define(
-    "bounded_assign",
-    "(Tensor x, Tensor least_k, Tensor most_k, Tensor least, Tensor most, Tensor total, Tensor tau, "
-    "Tensor bias, str cdf, float shape, bool has_total, bool equal, float slack, str group) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    kernels.bounded_assign,
-    _fake,
-    _Rule,
-)
+_bounded_assign = define("bounded_assign", kernels.bounded_assign, _fake, _Rule)

@@ -28,8 +28,8 @@ def _fake(*_: Tensor | None) -> None:
 
 _count = define(
     "count_distances",
-    "(Tensor(a!) counts, Tensor biased, Tensor values, Tensor best, Tensor updates, Tensor octave, "
-    "Tensor? mask, Tensor? sums, Tensor? tops, Tensor? closed) -> ()",
     kernels.count_distances,
     _fake,
+    schema="(Tensor(a!) counts, Tensor biased, Tensor values, Tensor best, Tensor updates, Tensor octave, "
+    "Tensor? mask, Tensor? sums, Tensor? tops, Tensor? closed) -> ()",
 )

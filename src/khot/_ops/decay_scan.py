@@ -51,6 +51,4 @@ def _fake(w: Tensor, g: Tensor, reverse: bool) -> Tensor:
     return w.new_empty(torch.broadcast_shapes(w.shape, g.shape))
 
 
-_decay_scan = define(
-    "decay_scan", "(Tensor w, Tensor g, bool reverse) -> Tensor", kernels.decay_scan, _fake, _Rule
-)
+_decay_scan = define("decay_scan", kernels.decay_scan, _fake, _Rule)

@@ -21,66 +21,19 @@ __all__ = [
 ]
 
 
-def _fake_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
-    return theta.new_empty(theta.shape, dtype=torch.bool)
-
-
 def _fake_pareto(probs: Tensor, seed: Tensor, least: float, tolerance: float) -> tuple[Tensor, Tensor]:
     return probs.new_empty(probs.shape), probs.new_empty((), dtype=torch.bool)
-
-
-def _fake_of_probs(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
-    return probs.new_empty(probs.shape)
-
-
-def _fake_random_tournament(probs: Tensor, order: Tensor, seed: Tensor) -> Tensor:
-    return _fake_tournament(probs, seed)
 
 
 def _fake_trials(z: Tensor, k: Tensor, which: Tensor, seed: Tensor) -> Tensor:
     return z.new_empty((which.shape[0], z.shape[-1]), dtype=torch.bool)
 
 
-def _fake_tournament(probs: Tensor, seed: Tensor) -> Tensor:
-    return probs.new_empty(probs.shape, dtype=torch.bool)
-
-
-order_sample = define(
-    "order_sample", "(Tensor theta, Tensor k, Tensor seed) -> Tensor", kernels.order_sample, _fake_sample
-)
-pareto_sample = define(
-    "pareto_sample",
-    "(Tensor probs, Tensor seed, float least, float tolerance) -> (Tensor, Tensor)",
-    kernels.pareto_sample,
-    _fake_pareto,
-)
-conditional_poisson_sample = define(
-    "conditional_poisson_sample",
-    "(Tensor probs, Tensor seed, float tolerance) -> Tensor",
-    kernels.conditional_poisson_sample,
-    _fake_of_probs,
-)
-tournament = define(
-    "tournament", "(Tensor probs, Tensor seed) -> Tensor", kernels.tournament, _fake_tournament
-)
-random_tournament = define(
-    "random_tournament",
-    "(Tensor probs, Tensor order, Tensor seed) -> Tensor",
-    kernels.random_tournament,
-    _fake_random_tournament,
-)
-pivotal_sample = define(
-    "pivotal_sample",
-    "(Tensor probs, Tensor seed, float tolerance) -> Tensor",
-    kernels.pivotal_sample,
-    _fake_of_probs,
-)
-systematic_sample = define(
-    "systematic_sample",
-    "(Tensor probs, Tensor seed, float tolerance) -> Tensor",
-    kernels.systematic_sample,
-    _fake_of_probs,
-)
-trials = define(
-    "trials", "(Tensor z, Tensor k, Tensor which, Tensor seed) -> Tensor", halving.trials, _fake_trials
-)
+order_sample = define("order_sample", kernels.order_sample, "theta bool")
+pareto_sample = define("pareto_sample", kernels.pareto_sample, _fake_pareto)
+conditional_poisson_sample = define("conditional_poisson_sample", kernels.conditional_poisson_sample, "probs")
+tournament = define("tournament", kernels.tournament, "probs bool")
+random_tournament = define("random_tournament", kernels.random_tournament, "probs bool")
+pivotal_sample = define("pivotal_sample", kernels.pivotal_sample, "probs")
+systematic_sample = define("systematic_sample", kernels.systematic_sample, "probs")
+trials = define("trials", halving.trials, _fake_trials)

@@ -13,7 +13,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.dispatch import Rule, define
-from khot._core.precision import on, wide_dtype
+from khot._core.precision import on
 from khot._core.ways import by_kernel
 from khot._kernels.reference import fenchel_young as kernels
 from khot._kernels.reference.fenchel_young import jvp_loss, loss_of, shares, vjp_loss, vjp_target
@@ -87,31 +87,7 @@ class _Rule(Rule):
             arguments.explain_nan(outputs[2], x, k, tau)
 
 
-def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    share, hi, lo = (_number(x) for _ in range(3))
-    return _number(x), share, hi, lo
-
-
-def _number(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
-
-
-def _backward_fake(grad: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), _number(x)
-
-
 _fenchel_young = define(
-    "fenchel_young",
-    "(Tensor x, Tensor target, Tensor k, Tensor tau, str cdf, float shape) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    kernels.fenchel_young,
-    _fake,
-    _Rule,
+    "fenchel_young", kernels.fenchel_young, "x[row] wide, x[row] wide, x[row] wide, x[row] wide", _Rule
 )
-_backward = define(
-    "fenchel_young_backward",
-    "(Tensor grad, Tensor x, Tensor target, Tensor share, Tensor loss, Tensor hi, Tensor lo, Tensor tau, "
-    "str cdf, float shape) -> (Tensor, Tensor)",
-    kernels.fenchel_young_backward,
-    _backward_fake,
-)
+_backward = define("fenchel_young_backward", kernels.fenchel_young_backward, "x, x[row] wide")

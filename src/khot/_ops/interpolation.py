@@ -58,12 +58,5 @@ def _backward_fake(both: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, 
     )
 
 
-interpolate = define(
-    "interpolate", "(Tensor both, Tensor weight) -> Tensor", kernels.interpolate, _fake, _Rule
-)
-_interpolate_backward = define(
-    "interpolate_backward",
-    "(Tensor both, Tensor weight, Tensor grad) -> (Tensor, Tensor)",
-    kernels.interpolate_backward,
-    _backward_fake,
-)
+interpolate = define("interpolate", kernels.interpolate, _fake, _Rule)
+_interpolate_backward = define("interpolate_backward", kernels.interpolate_backward, _backward_fake)

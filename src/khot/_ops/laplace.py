@@ -220,19 +220,10 @@ def _backward_fake(
     return x.new_empty(x.shape), dlevels, dtau
 
 
-_FORWARD = "(Tensor x, Tensor? levels, Tensor tau, bool descending) -> (Tensor, Tensor, Tensor{})"
-_BACKWARD = (
-    "(Tensor grad, Tensor x, Tensor order, Tensor? levels, Tensor place, Tensor tau, bool want_tau, "
-    "bool descending) -> (Tensor, Tensor, Tensor)"
-)
-
-_laplace_count = define("laplace_count", _FORWARD.format(""), kernels.laplace_count, _count_fake, _Count)
-_laplace_count_backward = define(
-    "laplace_count_backward", _BACKWARD, kernels.laplace_count_backward, _backward_fake
-)
+_laplace_count = define("laplace_count", kernels.laplace_count, _count_fake, _Count)
+_laplace_count_backward = define("laplace_count_backward", kernels.laplace_count_backward, _backward_fake)
 _laplace_centred_rank = define(
     "laplace_centred_rank",
-    "(Tensor x, Tensor tau) -> (Tensor, Tensor)",
     # by the kernel for counts of the device
     functools.partial(kernels.laplace_centred_rank, count=_laplace_count.overload),
     lambda x, tau: (
@@ -241,13 +232,7 @@ _laplace_centred_rank = define(
     ),
     _CentredRank,
 )
-_laplace_thresholds = define(
-    "laplace_thresholds",
-    _FORWARD.format(", Tensor"),
-    kernels.laplace_thresholds,
-    _thresholds_fake,
-    _Thresholds,
-)
+_laplace_thresholds = define("laplace_thresholds", kernels.laplace_thresholds, _thresholds_fake, _Thresholds)
 _laplace_thresholds_backward = define(
-    "laplace_thresholds_backward", _BACKWARD, kernels.laplace_thresholds_backward, _backward_fake
+    "laplace_thresholds_backward", kernels.laplace_thresholds_backward, _backward_fake
 )

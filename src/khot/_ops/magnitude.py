@@ -14,7 +14,7 @@ from torch import Tensor
 
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
-from khot._core.precision import greatest, wide_dtype
+from khot._core.precision import greatest
 from khot._core.rows import HERE, Row
 from khot._core.ways import by_kernel
 from khot._kernels.reference import magnitude as kernels
@@ -129,44 +129,11 @@ def _asked(grad: Tensor | None, grad_lo: Tensor | None, y: Tensor, hi: Tensor) -
     )
 
 
-def _fake(s: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    hi = s.new_empty(s.shape[:-1], dtype=wide_dtype(s.device))
-    return s.new_empty(s.shape), hi, torch.empty_like(hi)
-
-
-def _backward_fake(
-    grad: Tensor, grad_lo: Tensor, s: Tensor, y: Tensor, k: Tensor, hi: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
-    return s.new_empty(s.shape), hi.new_empty(hi.shape)
-
-
 _magnitude = define(
-    "soft_topk_magnitude",
-    "(Tensor s, Tensor k, Tensor tau, float p) -> (Tensor, Tensor, Tensor)",
-    kernels.soft_topk_magnitude,
-    _fake,
-    _Rule,
-    spread=True,
+    "soft_topk_magnitude", kernels.soft_topk_magnitude, "s, s[row] wide, s[row] wide", _Rule, spread=True
 )
-_backward = define(
-    "soft_topk_magnitude_backward",
-    "(Tensor grad, Tensor grad_lo, Tensor s, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p) "
-    "-> (Tensor, Tensor)",
-    kernels.soft_topk_magnitude_backward,
-    _backward_fake,
-    spread=True,
-)
+_backward = define("soft_topk_magnitude_backward", kernels.soft_topk_magnitude_backward, "s, hi", spread=True)
 _with_signs = define(
-    "magnitude_with_signs",
-    "(Tensor x, Tensor k, Tensor tau, float p) -> (Tensor, Tensor, Tensor)",
-    kernels.magnitude_with_signs,
-    _fake,
-    _SignedRule,
+    "magnitude_with_signs", kernels.magnitude_with_signs, "x, x[row] wide, x[row] wide", _SignedRule
 )
-_with_signs_backward = define(
-    "magnitude_with_signs_backward",
-    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor y, Tensor k, Tensor hi, Tensor lo, Tensor tau, float p) "
-    "-> (Tensor, Tensor)",
-    kernels.magnitude_with_signs_backward,
-    _backward_fake,
-)
+_with_signs_backward = define("magnitude_with_signs_backward", kernels.magnitude_with_signs_backward, "x, hi")

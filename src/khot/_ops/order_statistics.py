@@ -67,22 +67,7 @@ def _fake(x: Tensor, k: Tensor) -> Tensor:
     return x.new_empty(k.shape)
 
 
-def _backward_fake(x: Tensor, values: Tensor, grad: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-_order_statistics = define(
-    "order_statistics",
-    "(Tensor x, Tensor k) -> Tensor",
-    kernels.order_statistics,
-    _fake,
-    _Rule,
-    spread=True,
-)
+_order_statistics = define("order_statistics", kernels.order_statistics, _fake, _Rule, spread=True)
 _order_statistics_backward = define(
-    "order_statistics_backward",
-    "(Tensor x, Tensor values, Tensor grad) -> Tensor",
-    kernels.order_statistics_backward,
-    _backward_fake,
-    spread=True,
+    "order_statistics_backward", kernels.order_statistics_backward, "x", spread=True
 )

@@ -122,11 +122,6 @@ class _Rule(Rule):
         return dy, None, None, None
 
 
-def _fake(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    order, w_order, start = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(3))
-    return z.new_empty(z.shape), order, w_order, start
-
-
 def _backward_fake(
     grad: Tensor,
     z: Tensor,
@@ -151,29 +146,6 @@ class _OfBlocks(Rule):
     differentiable = False
 
 
-def _blocks_fake(z: Tensor, w: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    order, w_order, start = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(3))
-    return order, w_order, start, z.new_empty(z.shape, dtype=wide_dtype(z.device))
-
-
-_permutahedron = define(
-    "permutahedron",
-    "(Tensor z, Tensor w, Tensor tau, str regularization) -> (Tensor, Tensor, Tensor, Tensor)",
-    kernels.permutahedron,
-    _fake,
-    _Rule,
-)
-_permutahedron_backward = define(
-    "permutahedron_backward",
-    "(Tensor grad, Tensor z, Tensor w, Tensor tau, Tensor order, Tensor w_order, Tensor start, "
-    "str regularization, bool want_w) -> (Tensor, Tensor, Tensor)",
-    kernels.permutahedron_backward,
-    _backward_fake,
-)
-_power_blocks = define(
-    "power_blocks",
-    "(Tensor z, Tensor w, Tensor tau, float p) -> (Tensor, Tensor, Tensor, Tensor)",
-    kernels.power_blocks,
-    _blocks_fake,
-    _OfBlocks,
-)
+_permutahedron = define("permutahedron", kernels.permutahedron, "z, z int32, z int32, z int32", _Rule)
+_permutahedron_backward = define("permutahedron_backward", kernels.permutahedron_backward, _backward_fake)
+_power_blocks = define("power_blocks", kernels.power_blocks, "z int32, z int32, z int32, z wide", _OfBlocks)

@@ -121,17 +121,5 @@ def _backward_fake(
     return x.new_empty(x.shape), hi.new_empty(x.shape[:-1] if want_tau else 0)
 
 
-_soft_permutation = define(
-    "soft_permutation",
-    "(Tensor x, Tensor tau, str cdf, float shape) -> (Tensor, Tensor, Tensor)",
-    _reference,
-    _fake,
-    _Rule,
-)
-_soft_permutation_backward = define(
-    "soft_permutation_backward",
-    "(Tensor grad, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape, bool want_tau) "
-    "-> (Tensor, Tensor)",
-    _reference_backward,
-    _backward_fake,
-)
+_soft_permutation = define("soft_permutation", _reference, _fake, _Rule)
+_soft_permutation_backward = define("soft_permutation_backward", _reference_backward, _backward_fake)

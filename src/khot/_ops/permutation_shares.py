@@ -9,7 +9,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core.dispatch import Rule, define
-from khot._core.precision import wide_dtype, widen
+from khot._core.precision import widen
 from khot._core.ways import by_kernel
 from khot._kernels.reference import permutation as kernels
 from khot.cdfs import CDF
@@ -64,28 +64,7 @@ def _fake(x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str, shape: float
     return x.new_empty(*batch, hi.shape[-1] - 1, n)
 
 
-def _backward_fake(
-    grad: Tensor, x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str, shape: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = wide_dtype(x.device)
-    return (
-        x.new_empty(x.shape),
-        x.new_empty(hi.shape, dtype=wide),
-        x.new_empty(x.shape[:-1], dtype=wide),
-    )
-
-
-_shares = define(
-    "permutation_shares",
-    "(Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape) -> Tensor",
-    kernels.permutation_shares,
-    _fake,
-    _Rule,
-)
+_shares = define("permutation_shares", kernels.permutation_shares, _fake, _Rule)
 _backward = define(
-    "permutation_shares_backward",
-    "(Tensor grad, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape) "
-    "-> (Tensor, Tensor, Tensor)",
-    kernels.permutation_shares_backward,
-    _backward_fake,
+    "permutation_shares_backward", kernels.permutation_shares_backward, "x, hi wide, x[row] wide"
 )

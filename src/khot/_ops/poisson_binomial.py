@@ -17,50 +17,9 @@ def _fake_characteristic(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return z.new_empty(z.shape[:-1]), phi, torch.empty_like(phi)
 
 
-def _fake_inclusion(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return z.new_empty(z.shape[:-1]), z.new_empty(z.shape), z.new_empty(z.shape)
-
-
-def _fake_covariance(z: Tensor, k: Tensor, u: Tensor) -> Tensor:
-    return z.new_empty(z.shape)
-
-
-def _fake_calibrate(goal: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return goal.new_empty(goal.shape), goal.new_empty(goal.shape[:-1])
-
-
-def _fake_order_inclusion(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return z.new_empty(z.shape), z.new_empty(z.shape)
-
-
-def _fake_order_calibrate(goal: Tensor, k: Tensor) -> Tensor:
-    return goal.new_empty(goal.shape)
-
-
-characteristic = define(
-    "characteristic",
-    "(Tensor z) -> (Tensor, Tensor, Tensor)",
-    kernels.characteristic_kernel,
-    _fake_characteristic,
-)
-inclusion = define(
-    "inclusion", "(Tensor z, Tensor k) -> (Tensor, Tensor, Tensor)", kernels.inclusion_kernel, _fake_inclusion
-)
-covariance = define(
-    "covariance", "(Tensor z, Tensor k, Tensor u) -> Tensor", kernels.covariance_kernel, _fake_covariance
-)
-calibrate = define(
-    "calibrate", "(Tensor goal, Tensor k) -> (Tensor, Tensor)", fixed_point.calibrate_kernel, _fake_calibrate
-)
-order_inclusion = define(
-    "order_inclusion",
-    "(Tensor z, Tensor k) -> (Tensor, Tensor)",
-    order_sampling.order_inclusion,
-    _fake_order_inclusion,
-)
-order_calibrate = define(
-    "order_calibrate",
-    "(Tensor goal, Tensor k) -> Tensor",
-    order_sampling.order_calibrate,
-    _fake_order_calibrate,
-)
+characteristic = define("characteristic", kernels.characteristic_kernel, _fake_characteristic)
+inclusion = define("inclusion", kernels.inclusion_kernel, "z[row], z, z")
+covariance = define("covariance", kernels.covariance_kernel, "z")
+calibrate = define("calibrate", fixed_point.calibrate_kernel, "goal, goal[row]")
+order_inclusion = define("order_inclusion", order_sampling.order_inclusion, "z, z")
+order_calibrate = define("order_calibrate", order_sampling.order_calibrate, "goal")

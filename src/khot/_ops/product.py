@@ -72,4 +72,4 @@ def _widened(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-_product = define("product", "(Tensor a, Tensor b) -> Tensor", kernels.product, _fake, _Rule, _widened)
+_product = define("product", kernels.product, _fake, _Rule, decomposition=_widened)

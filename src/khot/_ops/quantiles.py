@@ -69,7 +69,6 @@ def _backward_fake(x: Tensor, both: Tensor, weight: Tensor, grad: Tensor) -> tup
 _ops = torch.ops.khot
 _quantiles = define(
     "quantiles",
-    "(Tensor x, Tensor k, Tensor weight) -> (Tensor, Tensor)",
     # by the kernels of the device
     functools.partial(kernels.quantiles, statistics=_ops.order_statistics, line=_ops.interpolate),
     _fake,
@@ -77,7 +76,6 @@ _quantiles = define(
 )
 _quantiles_backward = define(
     "quantiles_backward",
-    "(Tensor x, Tensor both, Tensor weight, Tensor grad) -> (Tensor, Tensor)",
     functools.partial(
         kernels.quantiles_backward,
         statistics=_ops.order_statistics_backward,

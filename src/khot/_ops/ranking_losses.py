@@ -140,14 +140,12 @@ def _flags(x: Tensor) -> Tensor:
 
 _ndcg_loss = define(
     "ndcg_loss",
-    "(Tensor rank, Tensor relevance, Tensor x, Tensor? cut, Tensor? k) -> (Tensor, Tensor, Tensor)",
     kernels.ndcg_loss,
     lambda rank, *_: (_wide(rank, *rank.shape[:-1]), _flags(rank), rank.new_empty(rank.shape)),
     _NDCG,
 )
 _ndcg_loss_backward = define(
     "ndcg_loss_backward",
-    "(Tensor grad, Tensor rank, Tensor weight, Tensor? cut) -> (Tensor, Tensor)",
     kernels.ndcg_loss_backward,
     lambda grad, rank, weight, cut: (
         rank.new_empty(rank.shape),
@@ -156,27 +154,19 @@ _ndcg_loss_backward = define(
 )
 _centred_places = define(
     "centred_places",
-    "(Tensor value, Tensor x) -> Tensor",
     functools.partial(kernels.centred_places, rank_of=laplace_rank),  # by the kernel of the device
     lambda value, x: x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)),
     _Places,
 )
 _correlation_loss = define(
     "correlation_loss",
-    "(Tensor a, Tensor b) -> (Tensor, Tensor)",
     kernels.correlation_loss,
     lambda a, b: (_wide(a, *a.shape[:-1]), _flags(a)),
     _Correlation,
 )
-_correlation_loss_backward = define(
-    "correlation_loss_backward",
-    "(Tensor grad, Tensor a, Tensor b) -> Tensor",
-    kernels.correlation_loss_backward,
-    lambda grad, a, b: a.new_empty(a.shape),
-)
+_correlation_loss_backward = define("correlation_loss_backward", kernels.correlation_loss_backward, "a")
 _counted_mean = define(
     "counted_mean",
-    "(Tensor loss, Tensor? counted, ScalarType dtype) -> (Tensor, Tensor)",
     kernels.counted_mean,
     lambda loss, counted, dtype: (
         loss.new_empty(loss.shape[:-1], dtype=dtype),

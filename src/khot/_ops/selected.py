@@ -328,35 +328,16 @@ def _fake_outer(w: Tensor, v: Tensor, i: Tensor, n: int) -> Tensor:
     return v.new_empty(*i.shape[:-2], n, v.shape[-1], dtype=kernels.wide(w, v))
 
 
-_best_of_product = define(
-    "best_of_product",
-    "(Tensor x, Tensor weight, Tensor? bias, SymInt k) -> (Tensor, Tensor)",
-    _choose,
-    _fake_choice,
-    _Choice,
-    decomposition=_exported_choice,
-)
-_sum = define(
-    "selected_sum",
-    "(Tensor w, Tensor M, Tensor i) -> Tensor",
-    kernels.selected_sum,
-    _fake_sum,
-    _Sum,
-    decomposition=kernels.gathered_sum,
-)
+_best_of_product = define("best_of_product", _choose, _fake_choice, _Choice, decomposition=_exported_choice)
+_sum = define("selected_sum", kernels.selected_sum, _fake_sum, _Sum, decomposition=kernels.gathered_sum)
 _dot = define(
     "selected_dot",
-    "(Tensor v, Tensor M, Tensor i, Tensor? bias, Tensor? known) -> Tensor",
     kernels.selected_dot,
     _fake_dot,
     _Dot,
     decomposition=kernels.gathered_dot,
+    schema="(Tensor v, Tensor M, Tensor i, Tensor? bias, Tensor? known) -> Tensor",
 )
 _outer = define(
-    "selected_outer",
-    "(Tensor w, Tensor v, Tensor i, SymInt n) -> Tensor",
-    kernels.selected_outer,
-    _fake_outer,
-    _Outer,
-    decomposition=kernels.gathered_outer,
+    "selected_outer", kernels.selected_outer, _fake_outer, _Outer, decomposition=kernels.gathered_outer
 )

@@ -193,24 +193,10 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty(*batch, m, dtype=wide), x.new_empty(*batch, width, dtype=wide)
 
 
-_soft_assign = define(
-    "soft_assign",
-    "(Tensor x, Tensor k, Tensor capacity, Tensor tau, Tensor bias, str cdf, float shape, bool at_most, "
-    "str group) "
-    "-> (Tensor, Tensor, Tensor)",
-    kernels.soft_assign,
-    _fake,
-    _Rule,
-)
+_soft_assign = define("soft_assign", kernels.soft_assign, _fake, _Rule)
 
 
-_soft_assign_backward = define(
-    "soft_assign_backward",
-    "(Tensor grad, Tensor? grad_r, Tensor? grad_c, Tensor x, Tensor tau, Tensor r, Tensor c, str cdf, "
-    "float shape, bool at_most) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-)
+_soft_assign_backward = define("soft_assign_backward", _backward, _backward_fake)
 
 
 def _fit(x: Tensor, tau: Tensor, r: Tensor, c: Tensor, F: CDF, at_most: bool, row: Row) -> Any:

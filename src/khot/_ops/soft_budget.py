@@ -14,7 +14,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
-from khot._core.precision import wide_dtype, widen
+from khot._core.precision import widen
 from khot._core.rows import HERE, Row
 from khot._core.ways import by_kernel
 from khot._kernels.reference import implicit
@@ -120,43 +120,13 @@ def _solved(ctx: Any, x: Tensor, cost: Tensor, hi: Tensor, lo: Tensor, tau: Tens
     return Solved(x, cost, hi, lo, tau, ctx.cdf, "y", ctx.by == "value", ctx.at_most, row)
 
 
-def _fake(
-    x: Tensor,
-    cost: Tensor,
-    budget: Tensor,
-    tau: Tensor,
-    cdf: str,
-    shape: float,
-    by: str,
-    at_most: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    hi = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
-    return x.new_empty(x.shape), hi, torch.empty_like(hi)
-
-
 def _backward_fake(
     grad: Tensor, grad_lo: Tensor, x: Tensor, cost: Tensor, hi: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
     return x.new_empty(x.shape), cost.new_empty(x.shape), hi.new_empty(hi.shape), hi.new_empty(hi.shape)
 
 
-_FORWARD = "Tensor x, Tensor cost, Tensor budget, Tensor tau, str cdf, float shape, str by, bool at_most"
-_BACKWARD = (
-    "Tensor grad, Tensor grad_lo, Tensor x, Tensor cost, Tensor hi, Tensor lo, Tensor tau, str cdf, "
-    "float shape, str by, bool at_most"
-)
-_soft_budget = define(
-    "soft_budget",
-    f"({_FORWARD}) -> (Tensor, Tensor, Tensor)",
-    kernels.soft_budget,
-    _fake,
-    _Rule,
-    spread=True,
-)
+_soft_budget = define("soft_budget", kernels.soft_budget, "x, x[row] wide, x[row] wide", _Rule, spread=True)
 _soft_budget_backward = define(
-    "soft_budget_backward",
-    f"({_BACKWARD}) -> (Tensor, Tensor, Tensor, Tensor)",
-    kernels.soft_budget_backward,
-    _backward_fake,
-    spread=True,
+    "soft_budget_backward", kernels.soft_budget_backward, _backward_fake, spread=True
 )

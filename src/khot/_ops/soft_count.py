@@ -75,16 +75,8 @@ def _backward_fake(grad: Tensor, x: Tensor, at: Tensor, *_: Any) -> tuple[Tensor
     return x.new_empty(x.shape), dat, x.new_empty(x.shape[:-1], dtype=wide_dtype(x.device))
 
 
-_FORWARD = "(Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) -> Tensor"
-_BACKWARD = (
-    "(Tensor grad, Tensor x, Tensor at, Tensor tau, str cdf, float shape, bool centred) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-
-_soft_count = define("soft_count", _FORWARD, kernels.soft_count, _fake, _Rule, spread=True)
-_soft_count_backward = define(
-    "soft_count_backward", _BACKWARD, kernels.soft_count_backward, _backward_fake, spread=True
-)
+_soft_count = define("soft_count", kernels.soft_count, _fake, _Rule, spread=True)
+_soft_count_backward = define("soft_count_backward", kernels.soft_count_backward, _backward_fake, spread=True)
 
 torch.library.define(
     "khot::soft_count_vjp", "(Tensor grad, Tensor x, float at, float tau, str cdf) -> Tensor"

@@ -120,26 +120,8 @@ def _fake(
     return out, hi, torch.empty_like(hi)
 
 
-def _backward_fake(grad: Tensor, grad_lo: Tensor, x: Tensor, hi: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape), hi.new_empty(hi.shape), hi.new_empty(hi.shape)
-
-
-_soft_topk = define(
-    "soft_topk",
-    "(Tensor x, Tensor k, Tensor tau, str cdf, float shape, str output) -> (Tensor, Tensor, Tensor)",
-    kernels.soft_topk,
-    _fake,
-    _Rule,
-    spread=True,
-)
-_soft_topk_backward = define(
-    "soft_topk_backward",
-    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape, "
-    "str output, Tensor? y=None) -> (Tensor, Tensor, Tensor)",
-    kernels.soft_topk_backward,
-    _backward_fake,
-    spread=True,
-)
+_soft_topk = define("soft_topk", kernels.soft_topk, _fake, _Rule, spread=True)
+_soft_topk_backward = define("soft_topk_backward", kernels.soft_topk_backward, "x, hi, hi", spread=True)
 
 torch.library.define(
     "khot::soft_topk_vjp",

@@ -79,25 +79,8 @@ def _reference_backward(
     return _vjp(grad, None, x, epsilon, order, hi, shift)
 
 
-def _backward_fake(
-    grad: Tensor, x: Tensor, epsilon: Tensor, order: Tensor, hi: Tensor, shift: Tensor
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), hi.new_empty(hi.shape[:-1])
-
-
-_sorted_soft_topk = define(
-    "sorted_soft_topk",
-    "(Tensor x, SymInt k, Tensor epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
-    kernels.sorted_soft_topk,
-    _fake,
-    _Rule,
-)
-_sorted_soft_topk_backward = define(
-    "sorted_soft_topk_backward",
-    "(Tensor grad, Tensor x, Tensor epsilon, Tensor order, Tensor hi, Tensor shift) -> (Tensor, Tensor)",
-    _reference_backward,
-    _backward_fake,
-)
+_sorted_soft_topk = define("sorted_soft_topk", kernels.sorted_soft_topk, _fake, _Rule)
+_sorted_soft_topk_backward = define("sorted_soft_topk_backward", _reference_backward, "x, hi[row]")
 
 
 # ------------------------------------------------------------------------------------ derivatives

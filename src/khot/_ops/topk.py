@@ -47,11 +47,4 @@ def _fake(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tenso
     return values, torch.empty_like(values, dtype=torch.int64)
 
 
-_topk = define(
-    "topk",
-    "(Tensor x, SymInt k, bool largest, bool sorted) -> (Tensor, Tensor)",
-    kernels.topk,
-    _fake,
-    _Rule,
-    decomposition=kernels.exported_topk,
-)
+_topk = define("topk", kernels.topk, _fake, _Rule, decomposition=kernels.exported_topk)

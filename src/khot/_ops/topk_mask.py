@@ -43,16 +43,6 @@ class _Rule(Rule):
             arguments.explain_nan(marked, x, k, count=rows.of(group).count)
 
 
-def _fake(x: Tensor, k: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 _topk_mask = define(
-    "topk_mask",
-    "(Tensor x, Tensor k) -> Tensor",
-    kernels.topk_mask,
-    _fake,
-    _Rule,
-    decomposition=kernels.sorted_topk_mask,
-    spread=True,
+    "topk_mask", kernels.topk_mask, "x", _Rule, decomposition=kernels.sorted_topk_mask, spread=True
 )

@@ -47,12 +47,7 @@ def _fake(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
     return seed.new_empty((rows, n), dtype=torch.float64)
 
 
-_uniform = define(
-    "uniform",
-    "(Tensor seed, SymInt rows, SymInt n, SymInt offset) -> Tensor",
-    kernels.uniform_kernel,
-    _fake,
-)
+_uniform = define("uniform", kernels.uniform_kernel, _fake)
 
 
 def _batch(info: Any, in_dims: tuple[Any, ...], seed: Tensor, *args: int) -> tuple[Tensor, int]:

@@ -142,7 +142,7 @@ def _unsort(v: Tensor, order: Tensor) -> Tensor:
 
 
 def laplace_count(
-    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True, scan: Scan = decay_scan
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True, *, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """C(b) = Σ_j F((x_j − b)/τ) for Laplace's F, at many levels b of a row.
 
@@ -208,6 +208,7 @@ def laplace_count_backward(
     tau: Tensor,
     want_tau: bool,
     descending: bool = True,
+    *,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in x, the levels (*batch, m) and τ (batch). Without levels theirs is empty, and that of τ
@@ -330,7 +331,7 @@ def _around(levels: Tensor, place: Tensor, s: _Sorted, scan: Scan) -> _Around:
 
 
 def laplace_thresholds(
-    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True, scan: Scan = decay_scan
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True, *, scan: Scan = decay_scan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """t = hi + lo with C(t) = level, for many levels of a row.
 
@@ -397,6 +398,7 @@ def laplace_thresholds_backward(
     tau: Tensor,
     want_tau: bool,
     descending: bool = True,
+    *,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`laplace_count_backward`, from the gradient of lo."""

@@ -39,7 +39,7 @@ def laplace_count_backward(
     """`laplace.laplace_count_backward`, in Triton."""
     if levels is not None or not ranks.serves(x, True):
         return reference.laplace_count_backward(
-            grad, x, order, levels, place, tau, want_tau, descending, scans.decay_scan
+            grad, x, order, levels, place, tau, want_tau, descending, scan=scans.decay_scan
         )
     dx, dtau = ranks.laplace_rank_backward(grad, x, order, tau, want_tau, descending)
     return dx, dtau.new_empty((*dtau.shape, 0)), dtau
@@ -50,7 +50,7 @@ def laplace_thresholds(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`laplace.laplace_thresholds`, in Triton."""
     if levels is not None or not ranks.serves(x, True):
-        return reference.laplace_thresholds(x, levels, tau, descending, scans.decay_scan)
+        return reference.laplace_thresholds(x, levels, tau, descending, scan=scans.decay_scan)
     t, order, place = sorts.laplace_sort(x, tau, descending)
     return t.new_empty((*x.shape[:-1], 0), dtype=torch.float64), t, order, place
 
@@ -62,7 +62,7 @@ def laplace_thresholds_backward(
     """`laplace.laplace_thresholds_backward`, in Triton."""
     if levels is not None or not ranks.serves(x, not want_tau):
         return reference.laplace_thresholds_backward(
-            grad, x, order, levels, place, tau, want_tau, descending, scans.decay_scan
+            grad, x, order, levels, place, tau, want_tau, descending, scan=scans.decay_scan
         )
     dx, dtau = sorts.laplace_sort_backward(grad, x, order, place, tau, want_tau, descending)
     return dx, dtau.new_empty((*dtau.shape, 0)), dtau
