@@ -136,7 +136,7 @@ def test_recorded_and_forward_derivatives_of_projections_wait_for_nothing(
     z, w, rates = tensor(4, N).detach(), torch.empty(N, device="cuda"), torch.empty(4, device="cuda")
     places = [torch.empty(4, N, dtype=torch.int32, device="cuda") for _ in range(3)]
     for tau in (rates, torch.tensor(0.5)):  # a number stays on the CPU
-        permutahedron.vjp_permutahedron(z, z, w, tau, *places, regularization)
+        permutahedron.permutahedron_backward(z, z, w, tau, *places, regularization, True)
         permutahedron.jvp_permutahedron(z, w, None, z, w, tau, *places, regularization)
     permutahedron.jvp_permutahedron(z, w, rates, z, w, rates, *places, regularization)
 

@@ -26,7 +26,7 @@ from khot._core.torch_internals import (
 )
 from khot._core.ways import Operator
 
-__all__ = ["OPERATORS", "Rule", "define", "vmap_rows"]
+__all__ = ["OPERATORS", "Rule", "define", "gradient", "vmap_rows"]
 
 
 class Rule:
@@ -72,6 +72,16 @@ class Rule:
     def examine(outputs: Any, *inputs: Any) -> None:
         """Raise if the outputs show that an input was out of its range. Rows that may be spread have their
         group as the last input."""
+
+
+def gradient(
+    ctx: Any, index: int, found: Tensor | None, shape: torch.Size, dtype: torch.dtype
+) -> Tensor | None:
+    """The gradient of the argument with this index, which may have been broadcast; None unless it is
+    wanted."""
+    if found is None or not ctx.needs_input_grad[index]:
+        return None
+    return found.sum_to_size(shape).to(dtype)
 
 
 def _for_shards(rule: type[Rule]) -> type[Rule]:

@@ -146,6 +146,16 @@ class Operator:
             return apply_outside_transforms(self.function, args)
         return self.function.forward(*args)
 
+    def pull(self, *args: Any, group: str = "", cdf: CDF | None = None, **recorded: Any) -> Any:
+        """What a backward operator returns: by its kernel, or, where autograd records the gradient, by the
+        reference kernel, whose operations have derivatives.
+
+        ``recorded`` is what that takes by keyword then.
+        """
+        if by_kernel():
+            return self.on(group, cdf)(*args)
+        return self.kernel(*args, group, **recorded) if self.spread else self.kernel(*args, **recorded)
+
     def _by_device(self, *args: Any) -> Any:
         kernel = self._faster.get(args[0].device.type)
         if kernel is not None and decides_by_device(args):

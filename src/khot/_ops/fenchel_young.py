@@ -12,11 +12,11 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import on
 from khot._core.ways import by_kernel
 from khot._kernels.reference import fenchel_young as kernels
-from khot._kernels.reference.fenchel_young import jvp_loss, loss_of, shares, vjp_loss, vjp_target
+from khot._kernels.reference.fenchel_young import jvp_loss, loss_of, shares, vjp_target
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF
 
@@ -60,16 +60,13 @@ class _Rule(Rule):
         if grad is None:
             return (None,) * 6
         x, target, k, tau, share, loss, hi, lo = ctx.saved_tensors
-        if by_kernel():
-            dx, dtau = _backward(grad, x, target, share, loss, hi, lo, tau, *ctx.key)
-        else:
+        if not by_kernel():
             share, hi, lo = _solved(x, target, k, tau, ctx.cdf)
-            dx, dtau = vjp_loss(grad, x, target, share, hi, lo, on(x.device, tau), ctx.cdf)
+        dx, dtau = _backward.pull(grad, x, target, share, loss, hi, lo, tau, *ctx.key)
         dtarget = None
         if ctx.needs_input_grad[1]:
             dtarget = vjp_target(grad, x, target, share, hi, lo, on(x.device, tau), ctx.cdf)
-        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[3] else None
-        return dx, dtarget, None, grad_tau, None, None
+        return dx, dtarget, None, gradient(ctx, 3, dtau, tau.shape, tau.dtype), None, None
 
     @staticmethod
     def jvp(

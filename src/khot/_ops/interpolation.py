@@ -9,7 +9,6 @@ from torch import Tensor
 
 from khot._core.dispatch import Rule, define
 from khot._core.precision import on, widen
-from khot._core.ways import by_kernel
 from khot._kernels.reference import interpolation as kernels
 
 __all__ = ["interpolate", "moved"]
@@ -25,8 +24,7 @@ class _Rule(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         both, weight = ctx.saved_tensors
-        backward = _interpolate_backward if by_kernel() else kernels.interpolate_backward
-        pulled, to_weight = backward(both, weight, grad)
+        pulled, to_weight = _interpolate_backward.pull(both, weight, grad)
         return pulled, to_weight if weight.dim() else None
 
     @staticmethod

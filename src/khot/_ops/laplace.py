@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import wide_dtype, widen
-from khot._core.ways import by_kernel
 from khot._kernels.reference import laplace as kernels
 from khot._ops.decay_scan import scan
 
@@ -110,13 +109,8 @@ def _gradients(
     """In the shapes and dtypes of the arguments; None of what is not wanted. What is saved is read once, as
     checkpoints ask for."""
     _, _, levels, _, tau = saved
-    _, want_levels, want_tau, _ = ctx.needs_input_grad
-    return (
-        dx,
-        dlevels.sum_to_size(levels.shape).to(levels.dtype) if want_levels and dlevels is not None else None,
-        dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None,
-        None,
-    )
+    of_levels = None if levels is None else gradient(ctx, 1, dlevels, levels.shape, levels.dtype)
+    return dx, of_levels, gradient(ctx, 2, dtau, tau.shape, tau.dtype), None
 
 
 class _Count(_Rule):
@@ -125,9 +119,8 @@ class _Count(_Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[2]
-        if by_kernel():
-            return _gradients(ctx, saved, *_laplace_count_backward(grad, *saved, want_tau, ctx.descending))
-        return _gradients(ctx, saved, *kernels.vjp_count(grad, *saved, descending=ctx.descending, scan=scan))
+        found = _laplace_count_backward.pull(grad, *saved, want_tau, ctx.descending, scan=scan)
+        return _gradients(ctx, saved, *found)
 
     @staticmethod
     def jvp(
@@ -152,11 +145,8 @@ class _CentredRank(Rule):
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None]:
         saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[1]
         tau = saved[-1]
-        if by_kernel():
-            dx, __, dtau = _laplace_count_backward(grad, *saved, want_tau, True)
-        else:
-            dx, __, dtau = kernels.vjp_count(grad, *saved, scan=scan)
-        return dx, dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None
+        dx, __, dtau = _laplace_count_backward.pull(grad, *saved, want_tau, True, scan=scan)
+        return dx, gradient(ctx, 1, dtau, tau.shape, tau.dtype)
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dtau: Tensor | None) -> tuple[Tensor, None]:
@@ -171,12 +161,8 @@ class _Thresholds(_Rule):
     @staticmethod
     def vjp(ctx: Any, _: Any, grad: Tensor, *__: Any) -> tuple[Any, ...]:
         saved, want_tau = ctx.saved_tensors, ctx.needs_input_grad[2]
-        if by_kernel():
-            found = _laplace_thresholds_backward(grad, *saved, want_tau, ctx.descending)
-            return _gradients(ctx, saved, *found)
-        return _gradients(
-            ctx, saved, *kernels.vjp_thresholds(grad, *saved, descending=ctx.descending, scan=scan)
-        )
+        found = _laplace_thresholds_backward.pull(grad, *saved, want_tau, ctx.descending, scan=scan)
+        return _gradients(ctx, saved, *found)
 
     @staticmethod
     def jvp(

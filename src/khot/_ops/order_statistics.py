@@ -15,7 +15,6 @@ from torch import Tensor
 from khot._core import rows
 from khot._core.dispatch import Rule, define
 from khot._core.rows import HERE, Row
-from khot._core.ways import by_kernel
 from khot._kernels.reference import order_statistics as kernels
 
 __all__ = ["order_statistics"]
@@ -44,9 +43,7 @@ class _Rule(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, values = ctx.saved_tensors
-        if by_kernel():
-            return _order_statistics_backward.on(ctx.group)(x, values, grad), None
-        return kernels.backward(x, values, grad, rows.of(ctx.group)), None
+        return _order_statistics_backward.pull(x, values, grad, group=ctx.group), None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, *_: None) -> Tensor:

@@ -12,10 +12,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.names import unknown
 from khot._core.precision import wide_dtype, widen
-from khot._core.ways import by_kernel
 from khot._kernels.reference import permutahedron as kernels
 
 __all__ = ["RegularizationName", "check_regularization", "permutahedron", "power_permutahedron", "without"]
@@ -104,14 +103,10 @@ class _Rule(Rule):
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         z, w, tau, order, w_order, start = ctx.saved_tensors
         want_w = ctx.needs_input_grad[1]
-        args = (grad, z, w, tau, order, w_order, start, ctx.regularization)
-        if by_kernel():
-            dz, dw, dtau = _permutahedron_backward(*args, want_w)
-        else:
-            dz, dw, dtau = kernels.vjp_permutahedron(*args)
-        dw = dw.sum_to_size(w.shape).to(w.dtype) if want_w else None
-        dtau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
-        return dz, dw, dtau, None
+        places = order, w_order, start
+        dz, dw, dtau = _permutahedron_backward.pull(grad, z, w, tau, *places, ctx.regularization, want_w)
+        dw = gradient(ctx, 1, dw, w.shape, w.dtype)
+        return dz, dw, gradient(ctx, 2, dtau, tau.shape, tau.dtype), None
 
     @staticmethod
     def jvp(

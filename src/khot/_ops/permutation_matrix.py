@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import on, wide_dtype, widen
 from khot._core.rows import HERE
 from khot._core.ways import by_kernel
@@ -75,8 +75,7 @@ class _Rule(Rule):
             dx, dtau = _soft_permutation_backward(cotangent, x, hi, lo, tau, *ctx.key, want_tau)
         else:
             dx, dtau = _vjp(cotangent, grad_lo, x, on(x.device, tau), hi, lo, cdfs.resolve(*ctx.key))
-        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if want_tau else None
-        return dx.to(x.dtype), grad_tau, None, None
+        return dx.to(x.dtype), gradient(ctx, 1, dtau, tau.shape, tau.dtype), None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dtau: Tensor | None, *_: None) -> tuple[Tensor, None, Tensor]:

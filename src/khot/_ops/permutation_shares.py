@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import widen
 from khot._core.ways import by_kernel
 from khot._kernels.reference import permutation as kernels
@@ -47,7 +47,7 @@ class _Rule(Rule):
             # at the two ends F does not move
             rise = torch.nn.functional.pad(widen(grad).diff(dim=-2).neg(), (0, 0, 1, 1))
             dx, dlo, dtau = kernels.vjp_shares(rise, x, hi, lo, tau, cdfs.resolve(*ctx.key))
-        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[3] else None
+        grad_tau = gradient(ctx, 3, dtau, tau.shape, tau.dtype)
         return dx.to(x.dtype), None, dlo.to(lo.dtype), grad_tau, None, None
 
     @staticmethod

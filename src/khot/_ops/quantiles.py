@@ -44,7 +44,7 @@ class _Rule(Rule):
             dx, dweight = _quantiles_backward(x, both, weight, grad)
         else:
             pulled, dweight = interpolate_backward(order_statistics(x, k), weight, grad)
-            dx = statistics.backward(x, both, pulled)
+            dx = statistics.order_statistics_backward(x, both, pulled)
         return dx, None, dweight if weight.dim() else None
 
     @staticmethod

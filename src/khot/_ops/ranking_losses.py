@@ -10,7 +10,6 @@ from torch import Tensor
 
 from khot._core.dispatch import Rule, define
 from khot._core.precision import wide_dtype
-from khot._core.ways import by_kernel
 from khot._kernels.reference import ranking_losses as kernels
 from khot._ops.laplace import laplace_rank
 
@@ -65,8 +64,7 @@ class _NDCG(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         rank, gain, cut = ctx.saved_tensors
-        backward = _ndcg_loss_backward if by_kernel() else kernels.ndcg_loss_backward
-        drank, dcut = backward(grad, rank, gain, cut)
+        drank, dcut = _ndcg_loss_backward.pull(grad, rank, gain, cut)
         return drank, None, None, None if cut is None else dcut, None
 
     @staticmethod
@@ -86,8 +84,7 @@ class _Correlation(Rule):
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None]:
-        backward = _correlation_loss_backward if by_kernel() else kernels.correlation_loss_backward
-        return backward(grad, *ctx.saved_tensors), None
+        return _correlation_loss_backward.pull(grad, *ctx.saved_tensors), None
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor | None, _: Any) -> tuple[Tensor | None, None]:

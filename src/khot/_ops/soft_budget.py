@@ -13,10 +13,9 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments, rows
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import widen
 from khot._core.rows import HERE, Row
-from khot._core.ways import by_kernel
 from khot._kernels.reference import implicit
 from khot._kernels.reference import soft_budget as kernels
 from khot._kernels.reference.implicit import Solved
@@ -73,19 +72,15 @@ class _Rule(Rule):
         x, cost, tau, hi, lo = ctx.saved_tensors
         grad = torch.zeros_like(x) if grad is None else grad
         grad_lo = arguments.unasked(hi) if grad_lo is None else grad_lo
-        if by_kernel():
-            backward = _soft_budget_backward.on(ctx.group, ctx.cdf)
-            dx, dcost, dbudget, dtau = backward(
-                grad, grad_lo, x, cost, hi, lo, tau, *ctx.key, ctx.by, ctx.at_most
-            )
-        else:
-            dx, dcost, dbudget, dtau = implicit.vjp(grad, grad_lo, _solved(ctx, x, cost, hi, lo, tau))
-        shape, dtype = ctx.budget_like
+        how = *ctx.key, ctx.by, ctx.at_most
+        dx, dcost, dbudget, dtau = _soft_budget_backward.pull(
+            grad, grad_lo, x, cost, hi, lo, tau, *how, group=ctx.group, cdf=ctx.cdf
+        )
         return (
             dx,
-            dcost.sum_to_size(cost.shape) if dcost is not None and ctx.needs_input_grad[1] else None,
-            dbudget.sum_to_size(shape).to(dtype) if ctx.needs_input_grad[2] else None,
-            dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[3] else None,
+            gradient(ctx, 1, dcost, cost.shape, cost.dtype),
+            gradient(ctx, 2, dbudget, *ctx.budget_like),
+            gradient(ctx, 3, dtau, tau.shape, tau.dtype),
             *(None,) * 4,
         )
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import rows
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import wide_dtype
 from khot._core.rows import HERE, Row
-from khot._core.ways import by_kernel
 from khot._kernels.reference import soft_count as kernels
-from khot._kernels.reference.soft_count import jvp_count, vjp_count
+from khot._kernels.reference.soft_count import jvp_count
 from khot.cdfs import CDF
 
 __all__ = ["count_above"]
@@ -49,15 +48,12 @@ class _Rule(Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         x, at, tau = ctx.saved_tensors
-        if by_kernel():
-            backward = _soft_count_backward.on(ctx.group, ctx.cdf)
-            dx, dat, dtau = backward(grad, x, at, tau, *ctx.key, ctx.centred)
-        else:
-            dx, dat, dtau = vjp_count(grad, x, at, tau, ctx.cdf, ctx.centred, rows.of(ctx.group))
+        dx, dat, dtau = _soft_count_backward.pull(
+            grad, x, at, tau, *ctx.key, ctx.centred, group=ctx.group, cdf=ctx.cdf
+        )
         if not at.dim():
             dat = None
-        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dat, grad_tau, None, None, None
+        return dx, dat, gradient(ctx, 2, dtau, tau.shape, tau.dtype), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dat: Tensor | None, dtau: Tensor | None, *_: None) -> Tensor:
@@ -88,4 +84,4 @@ def _differentiable(grad: Tensor, x: Tensor, at: float, tau: float, cdf: str) ->
     """The gradient of x, for plain calls (:mod:`khot._core.eager`) that are differentiated twice."""
     level = torch.full((*x.shape[:-1], 1), at, dtype=wide_dtype(x.device))
     scale = torch.full((), tau, dtype=wide_dtype(x.device))
-    return vjp_count(grad.unsqueeze(-1), x, level, scale, cdfs.resolve(cdf), False, HERE)[0]
+    return kernels.soft_count_backward(grad.unsqueeze(-1), x, level, scale, cdf, 0.0, False)[0]

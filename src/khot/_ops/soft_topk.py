@@ -13,10 +13,9 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments, rows
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import at_least_single, wide_dtype
 from khot._core.rows import HERE, Row
-from khot._core.ways import by_kernel
 from khot._kernels.reference import implicit
 from khot._kernels.reference import soft_topk as kernels
 from khot._kernels.reference.implicit import Solved
@@ -82,15 +81,11 @@ class _Rule(Rule):
             grad = x.new_empty((*x.shape[:-1], 0)) if ctx.output == "threshold" else x.new_zeros(x.shape)
         if grad_lo is None:  # this is so for every first derivative of y
             grad_lo = arguments.unasked(hi)
-        if by_kernel():
-            backward = _soft_topk_backward.on(ctx.group, ctx.cdf)
-            dx, dk, dtau = backward(grad, grad_lo, x, hi, lo, tau, *ctx.key, ctx.output, y)
-        else:
-            dx, _, dk, dtau = implicit.vjp(grad, grad_lo.to(hi.dtype), _solved(ctx, x, hi, lo, tau))
-        k_shape, k_dtype = ctx.k_like
-        grad_k = dk.sum_to_size(k_shape).to(k_dtype) if ctx.needs_input_grad[1] else None
-        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
-        return dx, grad_k, grad_tau, None, None, None
+        dx, dk, dtau = _soft_topk_backward.pull(
+            grad, grad_lo, x, hi, lo, tau, *ctx.key, ctx.output, y, group=ctx.group, cdf=ctx.cdf
+        )
+        grad_tau = gradient(ctx, 2, dtau, tau.shape, tau.dtype)
+        return dx, gradient(ctx, 1, dk, *ctx.k_like), grad_tau, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dk: Tensor | None, dtau: Tensor | None, *_: None) -> Any:

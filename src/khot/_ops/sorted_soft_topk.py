@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from khot._core import arguments
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import on, wide_dtype
 from khot._core.ways import by_kernel
 from khot._kernels.reference import transport as kernels
@@ -50,9 +50,7 @@ class _Rule(Rule):
             dx, depsilon = _sorted_soft_topk_backward(cotangent, x, epsilon, order, hi, shift)
         else:
             dx, depsilon = _vjp(cotangent, grad_shift, x, epsilon, order, hi, shift)
-        wanted = ctx.needs_input_grad[2]
-        grad_epsilon = depsilon.sum_to_size(epsilon.shape).to(epsilon.dtype) if wanted else None
-        return dx, None, grad_epsilon
+        return dx, None, gradient(ctx, 2, depsilon, epsilon.shape, epsilon.dtype)
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, _: None, depsilon: Tensor | None) -> Any:

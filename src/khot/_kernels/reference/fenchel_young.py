@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core.precision import greatest, wide_dtype, widen
+from khot._core.precision import greatest, on, wide_dtype, widen
 from khot.cdfs import CDF
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "jvp_loss",
     "loss_of",
     "shares",
-    "vjp_loss",
     "vjp_target",
 ]
 
@@ -98,19 +97,12 @@ def fenchel_young_backward(
     cdf: str,
     shape: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients in x and, of the batch shape, in τ. The second one is loss/τ − Σ z(F(z) − T), too, where
-    the loss is finite."""
-    dx, dtau = vjp_loss(grad, x, target, share, hi, lo, tau, cdfs.resolve(cdf, shape))
-    return dx.contiguous(), dtau
-
-
-def vjp_loss(
-    grad: Tensor, x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF
-) -> tuple[Tensor, Tensor]:
-    """Reverse mode, differentiable: F(z) − T in x, Σ[ω*(z) + ω(T) − zF(z)] in τ. It is 0 in t, because F
-    and T have the same sum."""
-    e, rate = _rates(_terms(x, target, share, hi, lo, tau), F)
-    return (grad.unsqueeze(-1) * e).to(x.dtype), grad * rate
+    """The gradients in x and, of the batch shape, in τ, differentiable: F(z) − T in x, and
+    Σ[ω*(z) + ω(T) − zF(z)] in τ, which is loss/τ − Σ z(F(z) − T), too, where the loss is finite. That in t is
+    0, because F and T have the same sum."""
+    F = cdfs.resolve(cdf, shape)
+    e, rate = _rates(_terms(x, target, share, hi, lo, on(x.device, tau)), F)
+    return (grad.unsqueeze(-1) * e).to(x.dtype).contiguous(), grad * rate
 
 
 def _rates(terms: _Terms, F: CDF) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,6 @@ __all__ = [
     "laplace_count_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
-    "vjp_count",
-    "vjp_thresholds",
     "jvp_count",
     "jvp_thresholds",
 ]
@@ -211,28 +209,17 @@ def laplace_count_backward(
     *,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, the levels (*batch, m) and τ (batch). Without levels theirs is empty, and that of τ
-    may hold anything unless it is wanted."""
-    return _with_levels(*vjp_count(grad, x, order, levels, place, tau, descending=descending, scan=scan))
+    """The gradients in x, the levels (*batch, m) and τ (batch), differentiable. Without levels theirs is
+    empty, and that of τ may hold anything unless it is wanted.
 
-
-def vjp_count(
-    grad: Tensor,
-    x: Tensor,
-    order: Tensor,
-    levels: Tensor | None,
-    place: Tensor,
-    tau: Tensor,
-    *,
-    descending: bool = True,
-    scan: Scan,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Reverse mode: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ. All entries on one side of a
-    level get their share through the one next to it."""
+    dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f z/τ. All entries on one side of a level get their
+    share through the one next to it.
+    """
     s = _sorted(x, order, tau, scan)
     if levels is None:  # ∂r/∂x is symmetric
         v = widen(grad if descending else -grad).gather(-1, s.order)
-        return _unsort(_spread(v, s, scan), s.order).to(x.dtype), None, (v * _rank_in_tau(s, scan)).sum(-1)
+        dx = _unsort(_spread(v, s, scan), s.order).to(x.dtype)
+        return dx, v.new_empty((*v.shape[:-1], 0)), (v * _rank_in_tau(s, scan)).sum(-1)
     d = _around(levels, place, s, scan)
     v = widen(grad).masked_fill(levels.isinf(), 0) / s.tau.unsqueeze(-1)
     zero = torch.zeros_like(s.y)
@@ -401,22 +388,8 @@ def laplace_thresholds_backward(
     *,
     scan: Scan = decay_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`laplace_count_backward`, from the gradient of lo."""
-    return _with_levels(*vjp_thresholds(grad, x, order, levels, place, tau, descending=descending, scan=scan))
-
-
-def vjp_thresholds(
-    grad: Tensor,
-    x: Tensor,
-    order: Tensor,
-    levels: Tensor | None,
-    place: Tensor,
-    tau: Tensor,
-    *,
-    descending: bool = True,
-    scan: Scan,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Reverse mode: with w = f/Σf at t, ∂t/∂x = w, ∂t/∂τ = −Σ w z and ∂t/∂level = −τ/Σf."""
+    """As :func:`laplace_count_backward`, from the gradient of lo: with w = f/Σf at t, ∂t/∂x = w,
+    ∂t/∂τ = −Σ w z and ∂t/∂level = −τ/Σf."""
     s, g, d = _linearize(x, order, levels, place, tau, scan)
     v = widen(grad if descending else grad.flip(-1)).masked_fill(~g.live, 0)
     zero = torch.zeros_like(s.y)
@@ -424,7 +397,8 @@ def vjp_thresholds(
     down = zero.scatter_add(-1, g.below, v * d.share_below / g.b)
     dx = up + scan(up, s.gap, True) + down + scan(down, s.gap, False)
     dx = _unsort(dx.masked_fill(~s.free, 0), s.order).to(x.dtype)
-    return dx, None if levels is None else -_over_density(v, g, d, s.tau), -(v * d.z_mean).sum(-1)
+    dlevels = v[..., :0] if levels is None else -_over_density(v, g, d, s.tau)
+    return dx, dlevels, -(v * d.z_mean).sum(-1)
 
 
 def jvp_thresholds(
@@ -535,8 +509,3 @@ def _either(first: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 def _over_density(v: Tensor, g: _Segment, d: _Linear, tau: Tensor) -> Tensor:
     """v·τ/Σf; 0 where v is 0, even if Σf underflows."""
     return (v * tau.unsqueeze(-1) * d.over_density).masked_fill((v == 0) | ~g.live, 0)
-
-
-def _with_levels(dx: Tensor, dlevels: Tensor | None, dtau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With an empty gradient of levels that are not there: an operator returns tensors only."""
-    return dx, dtau.new_empty((*dtau.shape, 0)) if dlevels is None else dlevels, dtau

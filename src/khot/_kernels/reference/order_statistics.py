@@ -13,7 +13,6 @@ from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 
 __all__ = [
-    "backward",
     "order_statistics",
     "order_statistics_backward",
     "places_of",
@@ -86,15 +85,11 @@ def places_of(x: Tensor, values: Tensor, row: Row = HERE) -> tuple[Tensor, Tenso
     return index, here & values.isfinite()
 
 
-def backward(x: Tensor, values: Tensor, grad: Tensor, row: Row = HERE) -> Tensor:
+def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: str = "") -> Tensor:
     """The gradient of x from that of the values, which is summed over the shards. A row with NaN gets NaN."""
+    row = rows.of(group)
     index, here = places_of(x, values, row)
     grad = row.total([grad])[0].to(x.dtype)
     start = torch.where(values.detach().isnan().any(-1, keepdim=True), math.nan, 0.0).to(x.dtype)
     dx = start.expand(x.shape)
     return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if x.shape[-1] else dx.clone()
-
-
-def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: str = "") -> Tensor:
-    """:func:`backward` as an operator."""
-    return backward(x, values, grad, rows.of(group))

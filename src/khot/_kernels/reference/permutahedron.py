@@ -27,7 +27,6 @@ __all__ = [
     "permutahedron_backward",
     "pooled",
     "power_blocks",
-    "vjp_permutahedron",
 ]
 
 
@@ -275,7 +274,7 @@ def _linearize(
     return _Linear(p, q, a, scale, ~still, order, w_order, start)
 
 
-def vjp_permutahedron(
+def permutahedron_backward(
     grad: Tensor,
     z: Tensor,
     w: Tensor,
@@ -284,8 +283,10 @@ def vjp_permutahedron(
     w_order: Tensor,
     start: Tensor,
     regularization: str,
+    want_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reverse mode: the gradients in z, in w broadcast to z's shape, and in τ, which has the batch shape.
+    """The gradients in z, in w broadcast to z's shape, and in τ, which has the batch shape, differentiable.
+    That in w is empty unless it is wanted.
 
     Given the blocks, y = u − v, and dv = Σ p du − Σ q dw over the block. The derivative in τ is taken from u
     less a number per block, which changes no digit of the sum: y does not change if u grows on a block.
@@ -298,7 +299,7 @@ def vjp_permutahedron(
     zeros = torch.zeros_like(g)
     dz = zeros.scatter(-1, d.order, du).to(z.dtype)
     dw = zeros.scatter(-1, d.w_order, dw).to(torch.promote_types(w.dtype, torch.float32))
-    return dz, dw, -(du * d.a).sum(-1)
+    return dz, dw if want_w else dw.new_empty(0), -(du * d.a).sum(-1)
 
 
 def jvp_permutahedron(
@@ -325,19 +326,3 @@ def jvp_permutahedron(
         dv = dv + widen(dw).expand(d.a.shape).gather(-1, d.w_order).masked_fill(~d.moves, 0)
     dy = du - pooled(d.p * du, d.start) + pooled(d.q * dv, d.start)
     return torch.zeros_like(dy).scatter(-1, d.order, dy).to(z.dtype)
-
-
-def permutahedron_backward(
-    grad: Tensor,
-    z: Tensor,
-    w: Tensor,
-    tau: Tensor,
-    order: Tensor,
-    w_order: Tensor,
-    start: Tensor,
-    regularization: str,
-    want_w: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`vjp_permutahedron`; the second result is empty unless ``want_w``."""
-    dz, dw, dtau = vjp_permutahedron(grad, z, w, tau, order, w_order, start, regularization)
-    return dz, dw if want_w else dw.new_empty(0), dtau

@@ -21,7 +21,6 @@ __all__ = [
     "of_rows",
     "soft_count",
     "soft_count_backward",
-    "vjp_count",
 ]
 
 AT_ONCE = 1 << 18  # entries times levels: temporaries of 2 MB stay in the cache
@@ -100,18 +99,15 @@ def _count(x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool) -> Tensor:
 def soft_count_backward(
     grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool, group: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, the levels (of the counts' shape) and τ (batch)."""
-    dx, dat, dtau = vjp_count(grad, x, at, tau, cdfs.resolve(cdf, shape), centred, rows.of(group))
-    return dx.contiguous(), dat.contiguous(), dtau
+    """The gradients in x, the levels (of the counts' shape) and τ (batch), differentiable:
 
-
-def vjp_count(
-    grad: Tensor, x: Tensor, at: Tensor, tau: Tensor, F: CDF, centred: bool, row: Row
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reverse mode, differentiable: dx_j = Σ_b v_b f/τ, db = −v_b Σ_j f/τ, dτ = −Σ v_b f·(x − b)/τ²."""
+    dx_j = Σ_b v_b f/τ,  db = −v_b Σ_j f/τ,  dτ = −Σ v_b f·(x − b)/τ²
+    """
+    F, row = cdfs.resolve(cdf, shape), rows.of(group)
     tau = on(x.device, tau)
     if not at.dim():
-        dx, of_levels, dtau = vjp_count(grad.unsqueeze(-1), x, of_rows(at, x), tau, F, centred, row)
+        given = grad.unsqueeze(-1), x, of_rows(at, x), tau
+        dx, of_levels, dtau = soft_count_backward(*given, cdf, shape, centred, group)
         return dx, of_levels.squeeze(-1), dtau
     grad, at, tau = row.share([widen(grad), at, tau])
     scale = widen(tau).expand(x.shape[:-1])
@@ -125,7 +121,7 @@ def vjp_count(
         dat.append(-(v * f).sum(-1) / scale.unsqueeze(-1))
         dtau = dtau - (v * fz).sum((-1, -2)) / scale
     of_levels, dtau = row.total([torch.cat(dat, -1), dtau])
-    return dx.to(x.dtype), of_levels.to(at.dtype), dtau
+    return dx.to(x.dtype).contiguous(), of_levels.to(at.dtype).contiguous(), dtau
 
 
 def jvp_count(

@@ -101,12 +101,13 @@ def soft_topk_backward(
     y: Tensor | None = None,
     group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in x, k and τ, as :func:`khot._kernels.reference.implicit.vjp` has them.
+    """The gradients in x, k and τ, as :func:`khot._kernels.reference.implicit.vjp` has them, differentiable.
 
     A caller that has ``y`` and does not need dL/dτ may pass y. Some kernels then compute f from y, and do not
     compute dL/dτ.
     """
     tau = invertible(widen(on(x.device, tau)).expand(hi.shape))
     F, row = cdfs.resolve(cdf, shape), rows.of(group)
-    dx, _, dk, dtau = vjp(grad, grad_lo, Solved(x, None, hi, lo, tau, F, output, False, False, row))
+    solved = Solved(x, None, hi, lo, tau, F, output, False, False, row)
+    dx, _, dk, dtau = vjp(grad, grad_lo.to(hi.dtype), solved)
     return dx.contiguous(), dk.clone(), dtau.clone()
