@@ -127,10 +127,18 @@ class Source:
     """The types of a kernel's parameters, without those that it is compiled for, and these."""
 
     def __init__(self, source: Any) -> None:
-        names = source.fn.arg_names
         self.name = source.fn.__name__
-        self.kept = {name: kind for name, kind in source.signature.items() if kind != "constexpr"}
-        self.constants = {names[at[0]]: value for at, value in source.constants.items()}
+        kinds = tuple(source.signature.values())
+        called = native.names(source.fn, kinds)
+        passed = zip(called, native.members(kinds), strict=True)
+        self.kept = {name: kind for name, kind in passed if kind != "constexpr"}
+        self.constants = {called[_number_of(kinds, at)]: value for at, value in source.constants.items()}
+
+
+def _number_of(kinds: tuple[Any, ...], path: tuple[int, ...]) -> int:
+    """Which of all members of tuples within tuples it is that this path leads to."""
+    before = len(list(native.members(kinds[: path[0]])))
+    return before + (_number_of(kinds[path[0]], path[1:]) if len(path) > 1 else 0)
 
 
 compiled: list[Source] = []  # by their handles, which count from 1
@@ -204,7 +212,8 @@ def emulate(seen: list[Launch]) -> None:
         given = source.constants | values
         given["kinds"] = source.kept
         given.setdefault("rows", found.place[0][0])  # of a kernel that has a row in each program
-        if source.name in EMULATED and CDFS[given.get("CDF", 0)] != "power":  # of others nobody reads results
+        cdf = given["L"].cdf if "L" in given else given.get("CDF", 0)
+        if source.name in EMULATED and CDFS[cdf] != "power":  # of others nobody reads results
             EMULATED[source.name](given)
         seen.append(found)
         return 0
@@ -273,15 +282,17 @@ def _solve_rows(values: dict[str, Any]) -> None:
 
 
 def _pull_rows(values: dict[str, Any]) -> None:
-    grad_lo = torch.zeros((), dtype=torch.float64)
-    if values["grad_lo_pointer"] is not None:
-        grad_lo = _memory(values["grad_lo_pointer"], torch.float64, values["rows"])
-    dx, dk, dtau = OPERATORS["soft_topk_backward"].kernel(
-        _matrix(values, "grad", values["grad_row"], values["grad_column"]), grad_lo,
-        _matrix(values, "x", values["x_stride"]), *_thresholds(values), _number(values, "tau"),
-        CDFS[values["CDF"]], 0.0, OUTPUTS[values["OUTPUT"]],
+    law, paid = values["L"], "cost_pointer" in values["kinds"]
+    found = OPERATORS["soft_budget_backward" if paid else "soft_topk_backward"].kernel(
+        _matrix(values, "grad", values["grad_row"], values["grad_column"]),
+        _number(values, "grad_lo"),
+        _matrix(values, "x", values["x_stride"]),
+        *([_matrix(values, "cost", values["cost_row"], values["cost_column"])] if paid else ()),
+        *_thresholds(values), _number(values, "tau"), CDFS[law.cdf], 0.0,
+        *((FORMS[law.by], values["AT_MOST"]) if paid else (OUTPUTS[law.output],)),
     )  # fmt: skip
-    _written(values, dx=dx, dk=dk, dtau=dtau)
+    names = ("dx", "dcost", "dgoal", "dtau") if paid else ("dx", "dgoal", "dtau")
+    _written(values, **dict(zip(names, found, strict=True)))
 
 
 def _resident_mask(values: dict[str, Any]) -> None:
@@ -320,18 +331,6 @@ def _solve_budgets(values: dict[str, Any]) -> None:
         _number(values, "tau"), CDFS[values["CDF"]], 0.0, FORMS[values["BY"]], values["AT_MOST"],
     )  # fmt: skip
     _written(values, out=y, hi=hi, lo=lo)
-
-
-def _pull_budgets(values: dict[str, Any]) -> None:
-    dx, dcost, dbudget, dtau = OPERATORS["soft_budget_backward"].kernel(
-        _matrix(values, "grad", values["grad_row"], values["grad_column"]),
-        _number(values, "grad_lo"),
-        _matrix(values, "x", values["x_stride"]),
-        _matrix(values, "cost", values["cost_row"], values["cost_column"]),
-        *_thresholds(values),
-        _number(values, "tau"), CDFS[values["CDF"]], 0.0, FORMS[values["BY"]], values["AT_MOST"],
-    )  # fmt: skip
-    _written(values, dx=dx, dcost=dcost, dbudget=dbudget, dtau=dtau)
 
 
 def _rank_rows(values: dict[str, Any]) -> None:
@@ -442,7 +441,6 @@ EMULATED = {
     "solve_magnitudes": _solve_magnitudes,
     "pull_magnitudes": _pull_magnitudes,
     "solve_budgets": _solve_budgets,
-    "pull_budgets": _pull_budgets,
     "_rank_rows": _rank_rows,
     "_pull_ranks": functools.partial(_pull_laplace, "laplace_count_backward"),
     "_sort_rows": _sort_rows,

@@ -107,14 +107,11 @@ struct Arguments {
   std::array<Argument, kMostArguments> given;
   const Tensor* first = nullptr;
 
-  // False for what only the ordinary way knows.
+  // False for what only the ordinary way knows. A tuple's members are arguments of their own, as they are to
+  // Triton.
   bool read(PyObject* tuple) {
-    if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) > kMostArguments) return false;
-    count = static_cast<int>(PyTuple_GET_SIZE(tuple));
-    for (int i = 0; i < count; ++i) {
-      if (!read(PyTuple_GET_ITEM(tuple, i), given[i])) return false;
-    }
-    return first != nullptr;
+    count = 0;
+    return read_members(tuple) && first != nullptr;
   }
 
   Key key() const {
@@ -126,6 +123,19 @@ struct Arguments {
   }
 
  private:
+  bool read_members(PyObject* tuple) {
+    if (!PyTuple_Check(tuple)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+      PyObject* const value = PyTuple_GET_ITEM(tuple, i);
+      if (PyTuple_Check(value)) {
+        if (!read_members(value)) return false;
+      } else if (count == kMostArguments || !read(value, given[count++])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   bool read(PyObject* value, Argument& found) {
     if (value == Py_None) {
       found.kind = Argument::Kind::kNone;

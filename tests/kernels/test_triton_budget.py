@@ -41,7 +41,7 @@ def some(n: int, dtype: torch.dtype, shares: tuple[float, ...], step: int) -> tu
 def stream(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows stream past their program, 256 entries at a time."""
     monkeypatch.setattr(kernels.layout, "pair_tile", lambda rows, n: kernels.layout.Tile(1, 2, 128, 1, True))
-    for module in (kernels.resident_budget, kernels.resident_budget_backward):
+    for module in (kernels.resident_budget, kernels.pull):
         monkeypatch.setattr(module, "_variant", module._variant.__wrapped__)
 
 
@@ -146,9 +146,7 @@ def test_ordinary_rows_need_no_float64(
     """Rows with costs of about one size are decided in float32, whatever their scale, in few evaluations,
     forward and backward."""
     taken = []
-    for module, name in (
-        (kernels.resident_budget, "_solve_exactly"), (kernels.resident_budget_backward, "pull_row_exactly"),
-    ):  # fmt: skip
+    for module, name in ((kernels.resident_budget, "_solve_exactly"), (kernels.pull, "_pull_exactly")):
         monkeypatch.setattr(module, name, lambda *_: taken.append("rescue"))
     if long:
         stream(kernels, monkeypatch)

@@ -240,7 +240,7 @@ def test_few_undecided_entries_are_gathered(
 def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
     forward = Launches(split.split, FORWARD, monkeypatch)
-    backward = Launches(split.split_backward, BACKWARD, monkeypatch)
+    backward = Launches(split.pull, BACKWARD, monkeypatch)
     x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     for tau in (1.0, 1e-5):
         _, hi, lo = split.soft_topk(x, number(3.0), number(tau), "laplace", 0.0, "y")

@@ -23,7 +23,7 @@ pytestmark = [
 
 STEPS = 6  # launches that evaluate
 FORWARD = ("_weigh_budget_parts", "_spend_parts", "_rescue_budgets", "_write_budget_parts")
-BACKWARD = ("_pull_budget_parts", "_budget_gradient_parts")
+BACKWARD = ("_pull_parts", "_gradient_parts")
 every_form = pytest.mark.parametrize("by", ["score", "value"])
 
 
@@ -160,7 +160,7 @@ def test_launches_forward(split: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_launches_backward(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
-    noted = Launches(split.split_budget_backward, BACKWARD, monkeypatch)
+    noted = Launches(split.pull, BACKWARD, monkeypatch)
     x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     rest = (*numbers(1.0), "logistic", 0.0, "score", False)
     for hi in (0.3, 500.0):  # the second is far from all entries, so that float64 serves it

@@ -8,7 +8,7 @@ number of launches is fixed, so that nothing waits for the device and a CUDA gra
 
 The soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are float32 as
 well: `threshold` finds t, with the formulas of the CDFs in `terms`; around it are `resident` for rows of one
-program and `split` for those of many, with `resident_backward` and `split_backward`. An evaluation takes a
+program and `split` for those of many, and `pull` has the gradients of both. An evaluation takes a
 third of the instructions there, and most rows need few. A split row takes four launches. Rows that do not
 converge are searched in float64 in the same launch. Where only t is asked for, `polish` takes it to the
 digits of float64.
@@ -17,10 +17,9 @@ A top-k in magnitude is the same with other terms (`pooled`): `pooled_rows` has 
 common, `magnitude` those of rows of one program, `split_magnitude` those of rows of many, and
 `exact_magnitude` the search in float64.
 
-Soft budgets by score go the same way: the entries of `resident_budget` and `resident_budget_backward` are
-pairs of scores and costs, which `costs` adds up for `threshold`. `split_budget` and
-`split_budget_backward` have the rows of many programs, and `budget` decides which kernels a batch of budgets
-takes.
+Soft budgets by score go the same way: the entries of `resident_budget` are pairs of scores and costs, which
+`costs` adds up for `threshold`. `split_budget` has the rows of many programs, and `budget` decides which
+kernels a batch of budgets takes.
 
 `exact` is the search in float64, for float64 scores, for those rows, and for other budgets: `exact_sums` has
 its passes over the entries, `exact_backward` the gradients, and `exact_split` takes the float32 threshold of

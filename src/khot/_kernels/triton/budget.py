@@ -1,7 +1,7 @@
 """Which kernels take a batch of soft budgets: the one place that decides it.
 
-- Of float32 and narrower: `resident_budget` and `resident_budget_backward`; for few rows that are longer than
-  `layout.STREAMED`, `split_budget` and `split_budget_backward`, where programs share a row.
+- Of float32 and narrower: `resident_budget`; for few rows that are longer than `layout.STREAMED`,
+  `split_budget`, where programs share a row. `pull` has the gradients of both.
 - Of float64: `exact` and `exact_backward`.
 """
 
@@ -16,10 +16,9 @@ from khot._kernels.triton import (
     exact,
     exact_backward,
     layout,
+    pull,
     resident_budget,
-    resident_budget_backward,
     split_budget,
-    split_budget_backward,
 )
 
 
@@ -72,9 +71,6 @@ def soft_budget_backward(
         (dx, dcost, dbudget, dtau),
     )  # fmt: skip
     F = cdfs.resolve(cdf, shape)
-    if _in_float32(x, cost):
-        kernels = split_budget_backward if layout.splits(hi.numel(), n) else resident_budget_backward
-        kernels.soft_budget_backward(*given, hi.numel(), n, F, by=by, at_most=at_most)
-    else:
-        exact_backward.backward(*given, n, F, by=by, at_most=at_most)
+    kernels = pull if _in_float32(x, cost) else exact_backward
+    kernels.backward(*given, n, F, by=by, at_most=at_most)
     return dx, dcost, dbudget, dtau

@@ -45,7 +45,8 @@ class Variant:
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Start so many programs: ``kernel[(programs,)](*arguments, **constants)``.
 
-        The arguments come in the kernel's order. The first of them is a tensor on the device that runs it.
+        The arguments come in the kernel's order; those that belong together are one named tuple. The first of
+        all is a tensor on the device that runs it.
         """
         if watch is not None:
             watch(self.kernel.__name__)
@@ -82,25 +83,21 @@ def variant(kernel: Any, **constants: Any) -> Variant:
 def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
     if eager.start(variant.table, programs, arguments):
         return
+    x: Any = arguments
+    while isinstance(x, tuple):
+        x = x[0]
     if not PTX.value:  # the interpreter; and ROCm, where the size of a tensor counts, too
-        with torch.cuda.device_of(arguments[0]):
+        with torch.cuda.device_of(x):
             variant.kernel[(programs,)](*arguments, **variant.constants)
         return
-    device, active = arguments[0].get_device(), driver.active
+    device, active = x.get_device(), driver.active
     current = active.get_current_device()
     if current != device >= 0:
         with torch.cuda.device(device):
             start(variant, programs, arguments)
         return
     key: list[Any] = [current]
-    for value in arguments:  # at least as fine as what Triton distinguishes
-        kind = type(value)
-        if kind is int:
-            key.append(value & 15 | 32 if 1 < value < LARGE else value)
-        elif kind is float or value is None:
-            key.append(kind)
-        else:
-            key += value.dtype, value.data_ptr() & 15
+    _extend(key, arguments)
     found = variant.compiled.get(tuple(key))
     if found is None:
         kernel = variant.kernel[(programs,)](*arguments, **variant.constants)
@@ -116,6 +113,20 @@ def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
         programs, 1, 1, stream, found.function, found.metadata, None, None, None,
         *arguments, *found.constants,
     )  # fmt: skip
+
+
+def _extend(key: list[Any], arguments: tuple[Any, ...]) -> None:
+    """At least as fine as what Triton distinguishes. It takes a tuple's members as arguments of their own."""
+    for value in arguments:
+        kind = type(value)
+        if kind is int:
+            key.append(value & 15 | 32 if 1 < value < LARGE else value)
+        elif kind is float or value is None:
+            key.append(kind)
+        elif isinstance(value, tuple):
+            _extend(key, value)
+        else:
+            key += value.dtype, value.data_ptr() & 15
 
 
 def _watched() -> bool:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._kernels.triton import fast
+from khot._kernels.triton import arguments, fast
 from khot._kernels.triton.functions import CDFS
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
@@ -43,13 +43,7 @@ def block(n: int) -> tuple[int, int, int]:
 _FLOAT32 = struct.Struct("f")
 
 
-class Values(NamedTuple):
-    """A number of each row: in memory, or, where there is no tensor, the sum of two of float32."""
-
-    pointer: Tensor | None
-    stride: int
-    high: float
-    low: float
+Values = arguments.Values
 
 
 class Tile(NamedTuple):
@@ -107,6 +101,12 @@ def held(tile: Tile, n: int) -> dict[str, Any]:
         "EXACT": n == tile.pieces * tile.width,
         "num_warps": tile.warps,
     }
+
+
+def constant(tile: Tile, n: int) -> arguments.Tile:
+    """The same as one constant."""
+    full = n == tile.pieces * tile.width
+    return arguments.Tile(*tile[:3], full, tile.streams, RESCUE * tile.warps)
 
 
 def pair_tile(rows: int, n: int) -> Tile:

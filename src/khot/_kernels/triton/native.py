@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -40,12 +40,12 @@ class Launch(NamedTuple):
     Attributes:
         inputs: what is read: the rows "x", a "cost", a "seed", the gradient "grad", and results of the
             forward launch, as "out=y" where the parameter has another name.
-        results: what is written. The call has the first of them. A backward launch may read the others, of
-            which those that it reads come first.
+        results: what is written, as "dk=dgoal" where the parameter has another name. The call has the first
+            of them. A backward launch may read the others, of which those that it reads come first.
         numbers: the parameters that are a number or one for each row.
 
     ``x`` stands for ``x_pointer``, and a number ``k`` for ``k_pointer``, ``k_stride``, ``k_high``, ``k_low``
-    and ``k_rest``, as far as the kernel has them.
+    and ``k_rest``, as far as the kernel has them. :func:`names` says what the members of tuples are called.
     """
 
     inputs: tuple[str, ...]
@@ -62,7 +62,7 @@ _MAGNITUDE = (
 LAUNCHES = {
     "soft_topk": (
         Launch(("x",), ("out", "hi", "lo"), ("k", "tau")),
-        Launch(("grad", "x", "hi", "lo"), ("dx", "dk", "dtau"), ("tau",)),
+        Launch(("grad", "x", "hi", "lo"), ("dx", "dk=dgoal", "dtau"), ("tau",)),
     ),
     "topk_mask": (Launch(("x",), ("out",), ("k",)),),
     "selectable": (Launch(("x",), ("out",), ("most",)),),
@@ -74,7 +74,7 @@ LAUNCHES = {
     "topk": (Launch(("x",), ("values", "index"), ()),),
     "soft_budget": (
         Launch(("x", "cost"), ("out", "hi", "lo"), ("budget", "tau")),
-        Launch(("grad", "x", "cost", "hi", "lo"), ("dx", "dcost", "dbudget", "dtau"), ("tau",)),
+        Launch(("grad", "x", "cost", "hi", "lo"), ("dx", "dcost", "dbudget=dgoal", "dtau"), ("tau",)),
     ),
     "soft_rank": (
         Launch(("x",), ("out", "index"), ("tau",)),
@@ -135,9 +135,37 @@ def remember(table: int, arguments: tuple[Any, ...], kernel: Any) -> None:
         _look()
     if not eager.launching or not _is_plain(kernel.metadata):
         return
-    types = tuple(kernel.src.signature.values())[: len(arguments)]
+    types = tuple(members(tuple(kernel.src.signature.values())[: len(arguments)]))
     threads, shared = WARP * kernel.metadata.num_warps, kernel.metadata.shared
     eager.remember(table, arguments, kernel.function, threads, shared, types)
+
+
+def members(value: tuple[Any, ...]) -> Iterator[Any]:
+    """What is passed of arguments, or of their types: a tuple's members are arguments of their own."""
+    for each in value:
+        if isinstance(each, tuple):
+            yield from members(each)
+        else:
+            yield each
+
+
+#: Members of tuples that are known by what holds them; all others are pointers that have a name of their own.
+OF_HOLDER = ("pointer", "stride", "row", "column", "high", "low", "rest")
+
+
+def names(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """What the members of a kernel's arguments are called: ``x_pointer`` of an ``x`` with a ``pointer``, and
+    ``out_pointer`` of results that have an ``out``."""
+
+    def of(name: str, value: Any) -> Iterator[str]:
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", ("high", "low"))  # a plain pair is a number in two parts
+            for field, each in zip(fields, value, strict=True):
+                yield from of(f"{name}_{field}" if field in OF_HOLDER else f"{field}_pointer", each)
+        else:
+            yield name
+
+    return tuple(one for pair in zip(kernel.arg_names, arguments, strict=False) for one in of(*pair))
 
 
 def _is_plain(metadata: Any) -> bool:
@@ -194,7 +222,8 @@ def prepare_all(
     results: list[Tensor | None] = [None] * len(LAUNCHES[operator][backward].results)
     told = []
     for variant, programs, given in launches:
-        places = _places(variant.kernel, operator, backward)
+        places = _places(names(variant.kernel, given), operator, backward)
+        given = tuple(members(given))
         for at, source in zip(places[0], sources or (1, 2), strict=False):
             value = given[at]
             like_x = source == 0 and (value.dtype != x.dtype or value.numel() != x.numel())  # a gradient
@@ -217,9 +246,9 @@ def _sizes(results: list[Tensor | None]) -> list[int]:
 
 
 @functools.cache
-def _places(kernel: Any, operator: str, backward: bool) -> tuple[Any, ...]:
-    """Where the arguments of a launch are that a call has anew."""
-    names, launch = kernel.arg_names, LAUNCHES[operator][backward]
+def _places(names: tuple[str, ...], operator: str, backward: bool) -> tuple[Any, ...]:
+    """Where, among arguments of these names, those are that a call has anew."""
+    launch = LAUNCHES[operator][backward]
 
     def place(name: str) -> int:
         return names.index(name) if name in names else -1
@@ -230,7 +259,7 @@ def _places(kernel: Any, operator: str, backward: bool) -> tuple[Any, ...]:
 
     return (
         tuple(place(f"{name.rpartition('=')[2]}_pointer") for name in launch.inputs),
-        tuple(place(f"{name}_pointer") for name in launch.results),
+        tuple(place(f"{name.rpartition('=')[2]}_pointer") for name in launch.results),
         tuple(map(number, launch.numbers)),
         tuple(map(place, ("cost_pointer", "cost_row", "cost_column"))) if "cost" in launch.inputs else (),
     )
@@ -241,7 +270,8 @@ def _told(operator: str, backward: bool, asked: bool | None) -> tuple[Any, ...]:
     """What the extension is told of launches besides, but for the sizes of their results."""
     forward, last, launch = (LAUNCHES[operator][at] for at in (0, -1, backward))
     known = ("grad", *forward.inputs, *forward.results)
-    gradients = {} if asked is False else {name: at for at, name in enumerate(launch.results)}
+    results = [name.partition("=")[0] for name in launch.results]
+    gradients = {} if asked is False else {name: at for at, name in enumerate(results)}
     return (
         tuple(known.index(name.partition("=")[0]) for name in launch.inputs) if backward else (),
         () if backward or last is forward else tuple(map(forward.numbers.index, last.numbers)),

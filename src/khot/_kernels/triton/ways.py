@@ -1,7 +1,7 @@
 """Which kernels take a batch of soft top-ks: the one place that decides it.
 
-- Float32 and narrower: `resident` and `resident_backward`, whose programs have a row or several; for few
-  rows longer than `layout.STREAMED`, `split` and `split_backward`, where programs share a row.
+- Float32 and narrower: `resident`, whose programs have a row or several; for few rows longer than
+  `layout.STREAMED`, `split`, where programs share a row. `pull` has the gradients of both.
 - Float64: `exact`, whose programs have a row each; for rows longer than `layout.RESIDENT`, `exact_split`,
   where programs share a row.
 - A threshold that is asked for by itself, or that results depend on steeply (`layout.steep`), has the digits
@@ -22,10 +22,9 @@ from khot._kernels.triton import (
     exact_backward,
     exact_split,
     layout,
+    pull,
     resident,
-    resident_backward,
     split,
-    split_backward,
 )
 
 NO_COSTS = (None, 0, 0)
@@ -93,14 +92,15 @@ def soft_topk_backward(
     # a threshold alone has no incoming gradient of this kind, and what takes its place is not used
     cotangent, source = layout.matrix(x if output == "threshold" else grad, x), layout.rows(x, n)
     tau_row, lo_row = layout.values(tau, batch, x.device), layout.values(grad_lo, batch, x.device)
-    if x.dtype == torch.float64 and n <= layout.RESIDENT:
-        results = (dx, None, dk, dtau)
+    results = (dx, None, dk, dtau)
+    if x.dtype != torch.float64:
+        pull.backward(cotangent, lo_row, source, None, t, tau_row, results, n, F, output=output)
+    elif n <= layout.RESIDENT:
         exact_backward.backward(
             cotangent, lo_row, source, NO_COSTS, t, tau_row, results, n, F, output=output
         )  # fmt: skip
-        return dx, dk, dtau
-    kernels = split_backward if layout.splits(rows, n) else resident_backward
-    if x.dtype == torch.float64:
-        kernels = exact_split
-    kernels.soft_topk_backward(cotangent, lo_row, source, t, tau_row, (dx, dk, dtau), rows, n, F, output)
+    else:
+        exact_split.soft_topk_backward(
+            cotangent, lo_row, source, t, tau_row, (dx, dk, dtau), rows, n, F, output
+        )  # fmt: skip
     return dx, dk, dtau

@@ -1,0 +1,78 @@
+"""What kernels are given: values that belong together, as named tuples.
+
+Triton passes each member as an argument of its own, specialised as it would be alone, and a tuple that is a
+constant as one constant. No field may be called values, type, count, index or dtype: in kernels these are
+attributes of every tuple.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Law", "Matrix", "Pulled", "Rows", "Threshold", "Tile", "Values"]
+
+
+class Rows(NamedTuple):
+    """Rows whose entries lie side by side, and the distance between them."""
+
+    pointer: Any
+    stride: int
+
+
+class Matrix(NamedTuple):
+    """A value of each entry of rows, and the distances between rows and between columns."""
+
+    pointer: Any
+    row: int
+    column: int
+
+
+class Values(NamedTuple):
+    """A number of each row: in memory, or, where there is no tensor, the sum of two of float32."""
+
+    pointer: Any
+    stride: int
+    high: float
+    low: float
+
+
+class Threshold(NamedTuple):
+    """Of each row t = hi + lo, in float64."""
+
+    hi: Any
+    lo: Any
+
+
+class Pulled(NamedTuple):
+    """The gradients in the scores, in what the rows' sums are held to, in τ, and in the costs if there are
+    some."""
+
+    dx: Any
+    dgoal: Any
+    dtau: Any
+    dcost: Any
+
+
+class Tile(NamedTuple):
+    """A constant: how a program holds rows.
+
+    So many ``together``, each as ``pieces`` vectors of a ``width``; ``full`` if the entries fill them; or a
+    row ``streams`` past, as much at a time. A search in float64 takes a ``chunk`` of entries at a time.
+    """
+
+    together: int
+    pieces: int
+    width: int
+    full: bool
+    streams: bool
+    chunk: int
+
+
+class Law(NamedTuple):
+    """A constant: the CDF, its exponent if that is a whole number, what of it is asked for, and whether
+    entries are counted or have costs (:data:`.exact_sums.BY`)."""
+
+    cdf: int
+    whole: int
+    output: int
+    by: int

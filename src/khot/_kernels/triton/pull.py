@@ -1,0 +1,394 @@
+"""The gradients of soft top-ks and soft budgets in float32: of rows that stay on chip, that stream past one
+program, or that many programs share.
+
+Of the scores, of the costs if there are some, and of the incoming gradient one read, or a second one from the
+caches where they do not fit into the registers; of each result one write, as softmax's backward has. The
+density f is taken from x: y of a narrow dtype has not the digits for it. Rows whose densities all but vanish,
+and rows without an ordinary threshold, are done again, in the same program, in float64 by
+:mod:`.exact_backward`.
+
+Few very long rows take two launches, and a fill of the counters, before which there is no launch that could
+do it. In the first, every part leaves its sums, and the program that is the last of its row to finish adds
+them up. In the second, every part writes its gradients. A row that needs float64 is done by that last program
+alone.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot._core import eager
+from khot._kernels.triton import layout, native
+from khot._kernels.triton.arguments import Law, Matrix, Pulled, Rows, Threshold, Tile, Values
+from khot._kernels.triton.costs import load_pair, priced
+from khot._kernels.triton.exact import number64, row_source
+from khot._kernels.triton.exact_backward import pull_exactly
+from khot._kernels.triton.exact_sums import BY, BY_COUNT, BY_VALUE
+from khot._kernels.triton.fast import inverse_of, joined, plus, reciprocal, split, total, wide
+from khot._kernels.triton.functions import LOG, OUTPUTS, THRESHOLD, place
+from khot._kernels.triton.launch import Variant, launch, variant
+from khot._kernels.triton.resident import entries, inside, numbers, place_rows, rescue, row_values
+from khot._kernels.triton.resident_budget import share_of
+from khot._kernels.triton.sizes import cdiv, next_power_of_2
+from khot._kernels.triton.split import last_of_row, total_of_parts
+from khot._kernels.triton.terms import density, log_rate, unit
+from khot._kernels.triton.threshold import FLUSH
+
+__all__ = ["KERNELS", "asked", "backward"]
+
+FADED = tl.constexpr(1e-20)  # a sum of densities below which float32 has lost their digits
+KEPT = tl.constexpr(8)  # pieces at most whose terms stay in registers until they are written
+LEFT = tl.constexpr(4)  # numbers that a part leaves
+
+
+# ------------------------------------------------------------------------------------- one entry
+
+
+@triton.jit
+def _places(x, cost, grad, row, column, L: tl.constexpr, TOGETHER: tl.constexpr):
+    """Where the scores lie, the costs if there are some, and the incoming gradient: a start of each, and how
+    far apart its columns are."""
+    far = column.to(tl.int64)
+    x_at = x.pointer + entries(row, x.stride, column, TOGETHER)
+    grad_at = grad.pointer + entries(row, grad.row, far * grad.column, TOGETHER)
+    if L.by == BY_COUNT:
+        return (x_at, x_at, 0), (grad_at, grad.column)
+    else:
+        cost_at = cost.pointer + entries(row, cost.row, far * cost.column, TOGETHER)
+        return (x_at, cost_at, cost.column), (grad_at, grad.column)
+
+
+@triton.jit
+def _threshold(t, tau, power, row, there, L: tl.constexpr, TOGETHER: tl.constexpr):
+    """hi, lo, τ and 1/τ of rows; and what :func:`_entry` is to know of them."""
+    hi, rest = split(tl.load(t.hi + row, mask=there, other=0.0))
+    lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
+    own_tau = numbers(*tau, row, there)[0]
+    inverse = inverse_of(own_tau)
+    scale = inverse * unit(L.cdf)
+    z_power = tl.zeros((), tl.float32) + power[0]
+    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), z_power)
+    return hi, lo, own_tau, inverse, given
+
+
+@triton.jit
+def _entry(at, grad, offset, valid, given, L: tl.constexpr):
+    """x and w; w f; u = v·∂out/∂z for the incoming gradient v; and z in the units of :mod:`.terms`."""
+    hi, shift, scale, power = given
+    if L.by == BY_COUNT:
+        x, w = tl.load(at[0] + offset, mask=valid, other=float("-inf")).to(tl.float32), 1.0
+    else:
+        x, w = load_pair(at, offset, valid)
+    v = tl.load(grad[0] + (tl.zeros((), tl.int64) + offset) * grad[1], mask=valid, other=0.0).to(tl.float32)
+    finite = tl.abs(x) < float("inf")  # others take no part, whatever their gradient and their cost
+    off = x - hi
+    if L.by == BY_VALUE:
+        off, shift = priced(x, w, hi, shift, scale, L.cdf, L.whole)
+    z = tl.where(finite, off * scale - shift, -1e4)
+    f = density(z, power, L.cdf, L.whole)
+    paid = f if L.by == BY_COUNT else tl.where(finite, w * f, 0.0)
+    if L.output == THRESHOLD:
+        return x, w, paid, f * 0, z
+    rate = log_rate(z, f, power, L.cdf) if L.output == LOG else f
+    return x, w, paid, tl.where(finite, v * rate, 0.0), z
+
+
+@triton.jit
+def _products(entry, L: tl.constexpr):
+    """w f, u, w f z and u z; by value the first two times w."""
+    _, w, paid, u, z = entry
+    a = w if L.by == BY_VALUE else 1.0
+    return paid * a, u * a, paid * z, u * z
+
+
+# ---------------------------------------------------------------------------------- sums over a row
+
+
+@triton.jit
+def _sums(at, grad, there, n, given, L: tl.constexpr, T: tl.constexpr):
+    """The sums of the products over rows that a program holds; and w f and u of each piece, if they are
+    kept."""
+    PIECES: tl.constexpr = T.pieces
+    column = tl.arange(0, T.width)
+    masses, us = (), ()
+    for i in tl.static_range(PIECES):
+        valid = inside(there, column + i * T.width, n, T.together, T.full)
+        entry = _entry(at, grad, i * T.width, valid, given, L)
+        products = _products(entry, L)
+        held = plus(held, products) if i > 0 else products  # type: ignore[has-type]  # noqa: F821
+        if L.by == BY_COUNT and PIECES <= KEPT:
+            masses, us = masses + (entry[2],), us + (entry[3],)  # type: ignore[assignment]  # noqa: RUF005
+    return total(held, T.together), (masses, us)
+
+
+@triton.jit
+def _streamed_sums(at, grad, n, given, L: tl.constexpr, T: tl.constexpr):
+    """The same sums over n entries that stream past, in float64."""
+    PIECES: tl.constexpr = T.pieces
+    WIDTH: tl.constexpr = T.width
+    column = tl.arange(0, WIDTH)
+    steps = tl.cdiv(n, PIECES * WIDTH)
+    nothing = tl.zeros((), tl.float64)
+    sums = (nothing, nothing, nothing, nothing)
+    for first in range(0, steps, FLUSH):
+        zero = tl.zeros((WIDTH,), tl.float32)
+        part = (zero, zero, zero, zero)
+        for number in range(first, tl.minimum(steps, first + FLUSH)):
+            start = number * (PIECES * WIDTH)
+            for i in tl.static_range(PIECES):
+                offset = start + i * WIDTH
+                part = plus(part, _products(_entry(at, grad, offset, column + offset < n, given, L), L))
+        sums = plus(sums, total(part, 1))
+    return sums
+
+
+@triton.jit
+def _settle(
+    sums, grad_lo, row, there, hi, lo, tau, inverse,
+    L: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradients in the goal and in τ; and which rows have them in float32."""
+    mass, u_sum, moment, u_moment = sums
+    mass, u_sum = mass.to(tl.float32), u_sum.to(tl.float32)
+    pull = u_sum * reciprocal(mass)
+    if ASKED:
+        pull -= numbers(*grad_lo, row, there)[0] * tau * reciprocal(mass)
+    ok = (mass > FADED) & (mass < 1 / FADED)
+    if AT_MOST:
+        fixed = (hi == 0) & (lo == 0)
+        pull, ok = tl.where(fixed, 0.0, pull), ok | fixed
+    dtau = (pull * moment.to(tl.float32) - u_moment.to(tl.float32)) * inverse * (1 / unit(L.cdf))
+    ok = ok & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
+    return pull, dtau, ok & (tau > 1e-25) & (tau < 1e25) & there
+
+
+# ---------------------------------------------------------------------------- gradients of entries
+
+
+@triton.jit
+def _write(at, grad, to, ok, n, given, pull, hi, lo, inverse, kept, L: tl.constexpr, T: tl.constexpr):
+    """The gradients of entries, the last ones first: the row's end is what the cache still has."""
+    PIECES: tl.constexpr = T.pieces
+    dx_at, dcost_at = to
+    column = tl.arange(0, T.width)
+    values = row_values(hi, lo, inverse, hi != hi, given[3], L.cdf, T.together)
+    share, per, t = wide(pull, T.together), wide(inverse, T.together), wide(hi + lo, T.together)
+    steps = tl.cdiv(n, PIECES * T.width) if T.streams else 1
+    for behind in range(steps):
+        for i in tl.static_range(PIECES):
+            offset = (steps - 1 - behind) * (PIECES * T.width) + i * T.width
+            valid = inside(ok, column + offset, n, T.together, T.full)
+            if L.by == BY_COUNT and PIECES <= KEPT and not T.streams:
+                x, w, paid, u = hi, 1.0, kept[0][i], kept[1][i]
+            else:
+                x, w, paid, u, _ = _entry(at, grad, offset, valid, given, L)
+            dx = (u - paid * share) * per
+            tl.store(dx_at + offset, dx.to(dx_at.dtype.element_ty), mask=valid)
+            if L.by != BY_COUNT:
+                dcost = -share * share_of(x, w, values, L.cdf, L.whole, L.by)
+                if L.by == BY_VALUE:
+                    dcost -= t * dx
+                dcost = tl.where(x == float("-inf"), 0.0, dcost)
+                tl.store(dcost_at + offset, dcost.to(dcost_at.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _results(to, offset, L: tl.constexpr):
+    """Where the gradients of entries go."""
+    dx_at = to.dx + offset
+    return dx_at, (dx_at if L.by == BY_COUNT else to.dcost + offset)
+
+
+@triton.jit
+def _pull_exactly(
+    row, grad, grad_lo, x, cost, t, tau, to, n, power,
+    L: tl.constexpr, AT_MOST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row in float64, which is read again a chunk at a time."""
+    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(power[0], power[1]))
+    if L.by == BY_COUNT:
+        source = row_source(x.pointer, x.stride, x.pointer, 0, 0, row, n, L.by)
+    else:
+        source = row_source(x.pointer, x.stride, cost.pointer, cost.row, cost.column, row, n, L.by)
+    dx_at, dcost_at = _results(to, row * n, L)
+    pull_exactly(
+        source, grad.pointer + row * grad.row, grad.column, number64(*grad_lo, row), threshold,
+        dx_at, dcost_at, to.dgoal + row, to.dtau + row, L.cdf, L.by, AT_MOST, L.output, CHUNK,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------- the row program
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pull_rows(
+    grad, grad_lo, x, cost, t, tau, to, rows, n_columns, power,
+    L: tl.constexpr, T: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr,
+    ORDINARY: tl.constexpr = False,
+):  # fmt: skip
+    """dL/dx = (u − w f·pull)/τ and dL/dw = −y·pull with pull = dL/dgoal = Σu/Σwf, less τ/Σwf times the
+    gradient in lo if that is ASKED for; dL/dτ = (pull·Σwfz − Σuz)/τ. By value pull = Σuw/Σw²f, less τ/Σw²f
+    times that gradient, and dL/dw = −y·pull − t·dL/dx. AT_MOST a budget that is not spent pulls nothing.
+
+    ORDINARY leaves out the rescue: for counting instructions, and for nothing else.
+    """
+    row, there = place_rows(rows, T.together)
+    hi, lo, own_tau, inverse, given = _threshold(t, tau, power, row, there, L, T.together)
+    column = tl.arange(0, T.width)
+    at, grad_at = _places(x, cost, grad, row, column, L, T.together)
+    kept = ((), ())
+    if T.streams:
+        sums = _streamed_sums(at, grad_at, n_columns, given, L, T)
+    else:
+        sums, kept = _sums(at, grad_at, there, n_columns, given, L, T)
+    pull, dtau, ok = _settle(sums, grad_lo, row, there, hi, lo, own_tau, inverse, L, AT_MOST, ASKED)
+    tl.store(to.dgoal + row, pull.to(tl.float64), mask=ok)
+    tl.store(to.dtau + row, dtau.to(tl.float64), mask=ok)
+    goes = _results(to, entries(row, n_columns, column, T.together), L)
+    _write(at, grad_at, goes, ok, n_columns, given, pull, hi, lo, inverse, kept, L, T)
+
+    if not ORDINARY:
+        rescue(
+            there & ~ok, row, _pull_exactly,
+            (grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T.chunk), T.together,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- rows of many programs
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _pull_parts(
+    grad, grad_lo, x, cost, t, tau, to, done_pointer, counter_pointer, left_pointer, n_columns, length, parts,
+    power, L: tl.constexpr, T: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    there = row >= 0
+    hi, lo, own_tau, inverse, given = _threshold(t, tau, power, row, there, L, 1)
+    start = part.to(tl.int64) * length
+    at, grad_at = _places(x, cost, grad, row, start + tl.arange(0, T.width), L, 1)
+    sums = _streamed_sums(at, grad_at, tl.minimum(n_columns - start, length).to(tl.int32), given, L, T)
+    left = left_pointer + row * LEFT * parts
+    for i in tl.static_range(LEFT):
+        tl.store(left + i * parts + part, sums[i])
+    if last_of_row(counter_pointer + row, parts):
+        totals = (
+            total_of_parts(left, 0, parts, PARTS), total_of_parts(left, 1, parts, PARTS),
+            total_of_parts(left, 2, parts, PARTS), total_of_parts(left, 3, parts, PARTS),
+        )  # fmt: skip
+        pull, dtau, ok = _settle(totals, grad_lo, row, there, hi, lo, own_tau, inverse, L, AT_MOST, ASKED)
+        tl.store(done_pointer + row, tl.where(ok, 0, 1))
+        if ok:
+            tl.store(to.dgoal + row, pull.to(tl.float64))
+            tl.store(to.dtau + row, dtau.to(tl.float64))
+        else:
+            _pull_exactly(row, grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T.chunk)
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _gradient_parts(
+    grad, x, cost, t, tau, to, done_pointer, n_columns, length, parts, power,
+    L: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
+    row, part = (program // parts).to(tl.int64), program % parts
+    if tl.load(done_pointer + row) == 0:
+        hi, lo, _, inverse, given = _threshold(t, tau, power, row, row >= 0, L, 1)
+        start = part.to(tl.int64) * length
+        column = start + tl.arange(0, T.width)
+        at, grad_at = _places(x, cost, grad, row, column, L, 1)
+        mine = tl.minimum(n_columns - start, length).to(tl.int32)
+        pull = tl.load(to.dgoal + row).to(tl.float32)
+        goes = _results(to, row * n_columns + column, L)
+        _write(at, grad_at, goes, row >= 0, mine, given, pull, hi, lo, inverse, ((), ()), L, T)
+
+
+KERNELS = (pull_rows, _pull_parts, _gradient_parts)
+
+
+# ------------------------------------------------------------------------------------ on the host
+
+
+def backward(
+    grad: tuple[Tensor, int, int],
+    grad_lo: Values,
+    source: tuple[Tensor, int],
+    cost: tuple[Tensor, int, int] | None,
+    t: tuple[Tensor, Tensor],
+    tau: Values,
+    results: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    n: int,
+    F: cdfs.CDF,
+    *,
+    by: str = "count",
+    at_most: bool = False,
+    output: str = "y",
+) -> None:
+    """Fill the results: the gradients in the scores, the costs, the goal, and τ."""
+    rows, which = t[0].numel(), (F, by, at_most, output, asked(grad_lo))
+    dx, dcost, dgoal, dtau = results
+    given = Rows(*source), None if cost is None else Matrix(*cost), Threshold(*t), tau
+    to = Pulled(dx, dgoal, dtau, dcost)
+    if layout.splits(rows, n):
+        return _share(Matrix(*grad), grad_lo, given, to, rows, n, *which)
+    start, programs, power = _variant(rows, n, *which)
+    arguments = (Matrix(*grad), grad_lo, *given, to, rows, n, power)
+    start(programs, *arguments)
+    if eager.launching and output != "threshold" and not asked(grad_lo):
+        name, choices = ("soft_topk", (output == "log",)) if by == "count" else ("soft_budget", (by, at_most))
+        native.prepare(name, source[0], start, programs, arguments, F.name, *choices, backward=True)
+
+
+def asked(grad_lo: Values) -> bool:
+    """Whether somebody asked for the derivative of lo: a 0 that is given by value says that nobody did."""
+    return grad_lo.pointer is not None or grad_lo.high != 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(
+    rows: int, n: int, F: cdfs.CDF, by: str, at_most: bool, output: str, asked: bool
+) -> tuple[Variant, int, tuple[float, float]]:
+    """What is launched, in how many programs, and the exponent of z."""
+    tile = (layout.tile if by == "count" else layout.pair_tile)(rows, n)
+    puller = variant(
+        pull_rows, L=_law(F, by, output), T=layout.constant(tile, n), AT_MOST=at_most, ASKED=asked,
+        num_warps=tile.warps, **layout.registers(),
+    )  # fmt: skip
+    return puller, cdiv(rows, tile.together), layout.power(F)
+
+
+def _law(F: cdfs.CDF, by: str, output: str) -> Law:
+    return Law(layout.cdf_id(F.name), layout.whole(F), OUTPUTS[output], BY[by])
+
+
+def _share(
+    grad: Matrix,
+    grad_lo: Values,
+    given: tuple[Rows, Matrix | None, Threshold, Values],
+    to: Pulled,
+    rows: int,
+    n: int,
+    F: cdfs.CDF,
+    by: str,
+    at_most: bool,
+    output: str,
+    asked: bool,
+) -> None:
+    """The same of rows that many programs share."""
+    cut, power = layout.cut(rows, n), layout.power(F)
+    done = torch.empty(rows, dtype=torch.int32, device=to.dx.device)
+    counter, left = torch.zeros_like(done), to.dgoal.new_empty(rows, LEFT.value, cut.parts)
+    tile = Tile(1, cut.pieces if by == "count" else 2, cut.width, False, True, layout.RESCUE * cut.warps)
+    which = {"L": _law(F, by, output), "T": tile, "num_warps": cut.warps, **layout.registers()}
+    size, programs = (n, cut.length, cut.parts), rows * cut.parts
+    launch(
+        _pull_parts, programs, grad, grad_lo, *given, to, done, counter, left, *size, power,
+        AT_MOST=at_most, ASKED=asked, PARTS=next_power_of_2(cut.parts), **which,
+    )  # fmt: skip
+    launch(_gradient_parts, programs, grad, *given, to, done, *size, power, **which)
