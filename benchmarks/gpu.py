@@ -2,15 +2,13 @@
 
 Needs no GPU. The measured times are those of `benchmarks/results/device.json`. "Launches now" are counted on
 a pretended device (tests/device.py, which has to be on the path): our kernels and torch's operations that are
-not views, forward / with the gradient. A sort of torch is one of them, and takes several kernels. What is
-newer than the measurement has a modelled time beside it: of each launch what it moves at the bandwidth of a
-copy, or the instructions that its kernel compiles to (`benchmarks.resources`, for sm_90) at the issue rate
-that such a kernel may hope for, whichever is more, and at least what the shortest kernel takes. Of rows that
-fill a multiprocessor by themselves, as 65,536 entries do, it is the sum of the two. A kernel that sorts has
-the issue rate at which the sort of rows of 512 was measured; of long rows, what comes before and after the
-sort is what was measured less torch's sorts. Where a launch works on few rows, it is the longest chain of
-instructions of one program, at the cycles that each took in an earlier version of the kernel, as measured;
-and of a kernel that loops, what it took then, times the share of its instructions that is left.
+not views, forward / with the gradient. A sort of torch is one of them, and takes several kernels.
+
+What is newer than the measurement has a modelled time beside it, which stands until a device measures it: of
+each launch what it moves at the bandwidth of a copy, or the instructions that its kernel compiles to, for
+sm_90, at three quarters of the issue rate, of kernels that sort at 0.4 of it, as such kernels were measured;
+whichever is more, and at least 2 µs. Where few rows are worked on, it is the longest chain of instructions of
+one program.
 
 A goal is that of the project, as a time, forward / with the gradient: so many softmaxes, sorts or
 `torch.topk` of the same tensor, as measured. It is met if the modelled time, or else the measured one, is no
@@ -23,7 +21,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,230 +28,66 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import device, report, resources, resources_draws
-from khot._kernels.triton import split_budget
+from benchmarks import device, report
 
 RESULTS = Path(__file__).parent / "results"
-SHORTEST = 2e-6  # seconds of a kernel: the softmax of (4096, 64), as measured
-# The share of issue slots of a warp that sorts: of 4,096 rows of 512, whose ranks take 275 instructions an
-# entry, in 49 µs.
-SORTING = 0.4
-# of an instruction of a chain: 325,000 of them took 1,060 µs when the slowest row was calibrated in 16 steps
-CYCLES = 5.7
 SHORT, LONG = "other operators, (4,096, 64) float32", "other operators, (4,096, 8,192) float32"
 FEW = "long rows, (1, 6,300,000) float32"
 TOPK, TOPK_LONG, TOPK_HALF, TOPK_ONE = (f"soft top-k, {device.SOFT_TOPK[i].id}" for i in (0, 2, 4, -1))
 SQUARE, WIDE, ASSIGNED = (f"n² and more, {case.id}" for case in (*device.SQUARES, device.MANY[0]))
-
-
-class Kernel(NamedTuple):
-    """A launch: the kernel's name in `benchmarks.resources`, the entries that it takes and the bytes that it
-    moves."""
-
-    name: str
-    entries: float = 0
-    moved: float = 0
-    rate: float = resources.ISSUE
-
-
-class Measured(NamedTuple):
-    """What was measured of something that the line has in common with another, less so many of torch's sorts;
-    or of the line itself, and the share of its instructions that is left, those of loops as often as they are
-    executed."""
-
-    table: str
-    line: str
-    sorts: int = 0
-    share: float = 1.0
-
-
-class Gradient(NamedTuple):
-    """The same of what a gradient took, beside the forward pass."""
-
-    table: str
-    line: str
-
-
-class Chain(NamedTuple):
-    """A launch in which few rows are worked on, by so many instructions one after another."""
-
-    instructions: float
-
-
 TRANSPORT = "sorted_soft_topk, k = 16"
-Step = Kernel | Measured | Gradient | Chain
-SEED = Kernel("")  # any kernel that takes no longer than the shortest one
-PLAIN = f"without Python, {device.MANY[0].id}"
-RANKED: list[Step] = [Gradient(PLAIN, "soft_rank, descending")]
-N64, N8192, N6M, N_HALF = 4_096 * 64, 4_096 * 8_192, 6_300_000, 2_048 * 65_536
 
 
-def budget(by: str, evaluations: int) -> list[Step]:
-    """Of few long rows: a fill, what weighs, evaluations and those that return at once, what rescues and what
-    writes."""
-    step = Kernel(f"_spend_parts logistic, by {by}", N6M, 8 * N6M)
-    return [
-        SEED, Kernel(f"_weigh_budget_parts logistic, by {by}", N6M, 8 * N6M), *[step] * evaluations,
-        *[SEED] * (split_budget.STEPS - evaluations), SEED,
-        Kernel(f"_write_budget_parts logistic, by {by}", N6M, 12 * N6M),
-    ]  # fmt: skip
+class Modelled(NamedTuple):
+    """What binds the forward pass; µs forward, and with the gradient if its launches are newer, too."""
+
+    bound: str
+    forward: float
+    both: float | None = None
+
+    def seconds(self) -> list[float]:
+        return [1e-6 * time for time in (self.forward, self.both) if time is not None]
 
 
-#: Of (4,096, 8,192) entries in float32: chunks, and three merges.
-SORTED = [
-    Kernel("_sort_chunks entries and places", N8192, 12 * N8192, SORTING),
-    *[Kernel("_merge_runs entries and places", N8192, 16 * N8192, SORTING)] * 2,
-    Kernel("_merge_runs entries and places, the last", N8192, 16 * N8192, SORTING),
-]
-SORTED_ALONE = [
-    Kernel("_sort_chunks entries alone", N8192, 8 * N8192, SORTING),
-    *[Kernel("_merge_runs entries alone", N8192, 8 * N8192, SORTING)] * 2,
-    Kernel("_merge_runs entries alone, the last", N8192, 8 * N8192, SORTING),
-]
-
-#: By table and line, the launches forward of what is newer than the measurement.
-MODELS: dict[tuple[str, str], list[Step]] = {
-    # One launch. One program fills a multiprocessor, so that a row's instructions wait for its entries: the
-    # two times add up, as they did when such rows streamed past.
-    (TOPK_HALF, "soft_topk"): [
-        Kernel("", moved=4 * N_HALF), Kernel("(2,048, 65,536) bf16", N_HALF),
-    ],
-    # of 550 instructions 107 are for ties and infinities
-    (TOPK, "topk_mask"): [Kernel("_resident_mask n = 64", 0.81 * N64, 8 * N64, SORTING)],
-    (SHORT, "kth_value"): [Kernel("_resident_places n = 64", N64, 4 * N64, SORTING)],
-    (SHORT, "quantile"): [Kernel("_resident_quantiles n = 64", N64, 4 * N64, SORTING)],
-    # the upper entry; the lower one takes two passes over what a program holds
-    (LONG, "quantile"): [Measured(LONG, "kth_value")],
-    (SHORT, "budget_mask"): [Kernel("_greedy_rows n = 64", N64, 12 * N64)],
-    # scores and places in order, costs and results at random, of which a row stays in the cache
-    (LONG, "budget_mask"): [*SORTED, Kernel("_greedy", N8192, 16 * N8192)],
-    (LONG, "soft_rank"): [*SORTED, Measured(LONG, "soft_rank", 1)],
-    (LONG, "soft_sort"): [*SORTED, Measured(LONG, "soft_sort", 1)],
-    (LONG, "ndcg_loss"): [*SORTED, *SORTED_ALONE, Measured(LONG, "ndcg_loss", 2)],
-    (LONG, "spearman_loss"): [*SORTED, *SORTED, Measured(LONG, "spearman_loss", 2)],
-    # of 4,096 rows N(0, s²), s from 0.1 to 5, 250 are calibrated, four of these in four steps and the others
-    # in three, of 910 instructions or fewer, after 1,100 and before 850 for the keys; a call without Python
-    # has these launches and no more
-    (SHORT, "sample_khot"): [
-        Measured(TOPK, "soft_topk"), SEED, Kernel("_pareto n = 64", N64, 8 * N64), Chain(5_600),
-    ],
-    # keys of all units in float32, and of some 300 of each row in float64; two that carry the gradient
-    (LONG, "sample_khot"): [
-        Measured(TOPK_LONG, "soft_topk"), SEED, Kernel("_part_moments long rows", N8192, 4 * N8192),
-        Kernel("_part_keys long rows", N8192, 8 * N8192), Kernel("_choose long rows", 4_096 * 512), SEED,
-        SEED, SEED,
-    ],
-    # of 64 levels two programs hold 64, and of 256 seventeen hold 272
-    (SQUARE, "soft_permutation"): [
-        Kernel("_permute laplace, n = 64, ordinary levels", 256 * 64 * 64, 4 * 256 * 64 * 64), SEED,
-    ],
-    (WIDE, "soft_permutation"): [
-        Kernel("_permute laplace, n = 256, ordinary levels", 64 * 272 * 256, 4 * 64 * 256 * 256), SEED,
-    ],
-    # normal scores at τ = 1 take one turn; what a program writes for itself is counted, too
-    (SHORT, "soft_rank, projection"): [SEED, Kernel("_project_rows n = 64, 1 turn", N64, 60 * N64)],
-    # the ranks are one row, which torch sorts in some eight kernels
-    (LONG, "soft_rank, projection"): [
-        SEED, *SORTED, *[SEED] * 8,
-        Kernel("_project_long_rows one turn", N8192, 60 * N8192),
-    ],
-    # of 12,500 instructions of a warp for each row 7,500 are left: three steps of 1,800 that were 3,070
-    (SHORT, "sample, conditional_poisson"): [Measured(SHORT, "sample, conditional_poisson", share=0.6)],
-    # a row of 64 units and its phantom is padded to 128
-    (SHORT, "sample, systematic"): [SEED, Kernel("_systematic 128 units at a time", 2 * N64, 8 * N64)],
-    (LONG, "sample, systematic"): [SEED, Kernel("_systematic 1,024 units at a time", N8192, 12 * N8192)],
-    (SHORT, "sample, pivotal"): [SEED, Kernel("_duels 65 units", 2 * N64, 8 * N64)],
-    # 8,193 units are five parts of 2,048
-    (LONG, "sample, pivotal"): [
-        SEED, Kernel("_phantoms", N8192, 4 * N8192), Kernel("_duels 2,048 units", 1.25 * N8192, 8 * N8192),
-        SEED,
-    ],
-    (SHORT, "inverse_soft_count"): [Kernel("(4,096, 64) fp32, threshold alone", N64, 4 * N64)],
-    (LONG, "inverse_soft_count"): [Kernel("(4,096, 8,192) fp32, threshold alone", N8192, 4 * N8192)],
-    # in one order or in the other, a kernel as measured
-    (SHORT, "soft_rank"): [Measured(PLAIN, "soft_rank, descending")],
-    (SHORT, "soft_sort"): [Measured(PLAIN, "soft_sort, descending")],
-    # their forward launches are those that were measured
-    (SHORT, "ndcg_loss"): [Measured(SHORT, "ndcg_loss")],
-    (SHORT, "spearman_loss"): [Measured(SHORT, "spearman_loss")],
-    # The slowest of normal rows takes four steps of Newton's, of 2,200 instructions for the matrix and one
-    # evaluation of 2,800, after two evaluations; 3,400 come before and after them. Rows of 64 have
-    # evaluations of 1,900, and two programs after one another.
-    (SQUARE, TRANSPORT): [Chain(2 * (6 * 1_900 + 4 * 2_200 + 2_400))],
-    (WIDE, TRANSPORT): [Chain(6 * 2_800 + 4 * 2_200 + 3_400)],
-    # scores and targets; and the mean
-    (SHORT, "FenchelYoungTopKLoss"): [
-        Kernel("solve_losses logistic, n = 64, an ordinary row", N64, 8 * N64), SEED,
-    ],
-    (LONG, "FenchelYoungTopKLoss"): [
-        Kernel("solve_losses logistic, n = 8,192, an ordinary row", N8192, 8 * N8192), SEED,
-    ],
-    (FEW, "FenchelYoungTopKLoss"): [
-        SEED, Kernel("", N6M, 4 * N6M), Kernel("", N6M, 4 * N6M),
-        Kernel("_target_parts logistic", N6M, 4 * N6M), Kernel("_loss_parts logistic", N6M, 8 * N6M),
-    ],
-    # of a million normal scores the interpreter counts one evaluation by score, and two by value
-    (FEW, "soft_budget, by score"): budget("score", 1),
-    (FEW, "soft_budget, by value"): budget("value", 2),
-    # few rows take what `_finish_parts` and `_write_sizes` have for other rows
-    (FEW, "soft_topk_magnitude"): [
-        SEED, Kernel("_sum_parts p = 2", N6M, 4 * N6M), Kernel("_sum_parts p = 2", N6M, 4 * N6M),
-        Kernel("", N6M, 8 * N6M),
-    ],
-}  # fmt: skip
-
-
-#: The launches of the gradient, where they have a model, too.
-GRADIENTS: dict[tuple[str, str], list[Step]] = {
-    (TOPK_HALF, "soft_topk"): [Gradient(TOPK_HALF, "soft_topk")],
-    (SHORT, "kth_value"): [Gradient(SHORT, "kth_value")],
-    (SHORT, "quantile"): [Kernel("_pull_quantiles n = 64", N64, 8 * N64)],
-    # that of the mean is divided by their number first
-    (SHORT, "FenchelYoungTopKLoss"): [
-        SEED, Kernel("pull_losses logistic, n = 64, an ordinary row", N64, 12 * N64),
-    ],
-    (SHORT, "soft_rank"): [Gradient(PLAIN, "soft_rank, descending")],
-    (SHORT, "soft_sort"): [Gradient(PLAIN, "soft_sort, descending")],
-    # that of the mean is divided by their number, and the lists that count have it
-    (SHORT, "ndcg_loss"): [SEED, SEED, Kernel("_pull_ndcg n = 64", N64, 12 * N64), *RANKED],
-    (SHORT, "spearman_loss"): [SEED, SEED, Kernel("_pull_correlations n = 64", N64, 12 * N64), *RANKED],
-    (SQUARE, TRANSPORT): [Chain(2 * 6_300)],
-    (WIDE, TRANSPORT): [Chain(10_600)],
-}  # fmt: skip
-
-
-@cache
-def instructions() -> dict[str, resources.Case | int]:
-    """The cases of `benchmarks.resources` by name; those of `resources_draws` are numbers."""
-    drawn = {case.id.rstrip(): number for number, case in enumerate(resources_draws.cases())}
-    return {case.id: case for case in resources.CASES} | drawn
-
-
-@cache
-def per_entry(name: str) -> float:
-    case = instructions()[name]
-    if isinstance(case, int):
-        return resources_draws.line(case, resources._read, resources.TARGETS["sm_90"]).per_entry
-    return resources.line(case, "forward", few=True).per_entry
-
-
-def seconds(step: Step, cases: dict[str, Any]) -> tuple[float, str]:
-    """What a launch takes, and what binds it."""
-    if isinstance(step, Measured):
-        lines = cases[f"bench: {step.table}"]
-        time = step.share * lines[step.line][0]["device"]
-        if step.sorts or step.share < 1:
-            return time - step.sorts * lines[SORT][0]["device"], "the rest" if step.sorts else "instructions"
-        return time, step.line
-    if isinstance(step, Gradient):
-        forward, both = cases[f"bench: {step.table}"][step.line]
-        return both["device"] - forward["device"], step.line
-    if isinstance(step, Chain):
-        return step.instructions * CYCLES / resources.CLOCK, "one program's instructions"
-    memory = step.moved / (cases["copy"]["a copy, GB/s"] * 1e9)
-    rate = resources.SCHEDULERS * resources.CLOCK * step.rate
-    issue = step.entries / 32 * per_entry(step.name) / rate if step.name else 0.0
-    return max((memory, "memory"), (issue, "instructions"), (SHORTEST, "the launch"))
+#: By table and line, what is newer than the measurement, of 4de9cc0.
+MODELLED: dict[tuple[str, str], Modelled] = {
+    (TOPK, "topk_mask"): Modelled("instructions", 2.5),
+    (SHORT, "inverse_soft_count"): Modelled("the launch", 2.0),
+    (SHORT, "kth_value"): Modelled("instructions", 2.1, 4.2),
+    (SHORT, "quantile"): Modelled("instructions", 2.6, 4.6),
+    (SHORT, "FenchelYoungTopKLoss"): Modelled("the launch", 4.0, 8.0),
+    (SHORT, "budget_mask"): Modelled("instructions", 2.6),
+    (SHORT, "soft_rank"): Modelled("soft_rank, descending", 4.0, 9.4),
+    (SHORT, "soft_sort"): Modelled("soft_sort, descending", 7.0, 19.0),
+    (SHORT, "soft_rank, projection"): Modelled("instructions", 9.2),
+    (SHORT, "ndcg_loss"): Modelled("ndcg_loss", 11.2, 22.7),
+    (SHORT, "spearman_loss"): Modelled("spearman_loss", 14.3, 25.7),
+    (SHORT, "sample_khot"): Modelled("one program's instructions", 27.4),
+    (SHORT, "sample, systematic"): Modelled("instructions", 7.2),
+    (SHORT, "sample, pivotal"): Modelled("instructions", 8.7),
+    (SHORT, "sample, conditional_poisson"): Modelled("instructions", 80.7),
+    (LONG, "inverse_soft_count"): Modelled("instructions", 66.5),
+    (LONG, "quantile"): Modelled("kth_value", 137.8),
+    (LONG, "FenchelYoungTopKLoss"): Modelled("memory", 92.1),
+    (LONG, "budget_mask"): Modelled("instructions", 1427.8),
+    (LONG, "soft_rank"): Modelled("the rest", 2031.4),
+    (LONG, "soft_sort"): Modelled("the rest", 2170.0),
+    (LONG, "soft_rank, projection"): Modelled("instructions", 2723.4),
+    (LONG, "ndcg_loss"): Modelled("the rest", 2731.9),
+    (LONG, "spearman_loss"): Modelled("the rest", 3790.8),
+    (LONG, "sample_khot"): Modelled("instructions", 416.2),
+    (LONG, "sample, systematic"): Modelled("instructions", 368.6),
+    (LONG, "sample, pivotal"): Modelled("instructions", 664.9),
+    (SQUARE, "soft_permutation"): Modelled("instructions", 8.4),
+    (SQUARE, TRANSPORT): Modelled("one program's instructions", 146.8, 187.7),
+    (WIDE, "soft_permutation"): Modelled("instructions", 29.9),
+    (WIDE, TRANSPORT): Modelled("one program's instructions", 94.2, 128.6),
+    (TOPK_HALF, "soft_topk"): Modelled("memory", 359.0, 834.2),
+    (FEW, "soft_topk_magnitude"): Modelled("instructions", 77.8),
+    (FEW, "FenchelYoungTopKLoss"): Modelled("instructions", 69.1),
+    (FEW, "soft_budget, by score"): Modelled("instructions", 134.0),
+    (FEW, "soft_budget, by value"): Modelled("instructions", 194.8),
+}
 
 
 def launches(make: device.Maker, case: device.Case, names: tuple[str, ...] | None) -> dict[str, str]:
@@ -340,7 +173,7 @@ _PULLED = (
     "the backward, 12 µs: two pairs of scans, whose results go through memory, each of which waits for what "
     "is before it"
 )
-#: By table and line, what binds where the goal is missed. Instructions are those of `resources.md`.
+#: By table and line, what binds where the goal is missed.
 BINDS: dict[tuple[str, str], str] = {
     (TOPK, "soft_topk"): "54 instructions an entry for one evaluation, where a softmax has 13",
     (SHORT, "soft_topk_magnitude"): "103 instructions an entry; missed by less than a twentieth",
@@ -392,12 +225,9 @@ def table() -> str:
             kernels = [f"{each['kernels']:.0f}" for each in (forward, *both) if "kernels" in each]
             best = [each.get("device") for each in (forward, *both)]
             model = ("–", "–")
-            if key in MODELS:
-                found = [seconds(step, cases) for step in MODELS[key]]
-                best = [sum(s for s, _ in found)]
-                if key in GRADIENTS:
-                    best.append(best[0] + sum(seconds(step, cases)[0] for step in GRADIENTS[key]))
-                model = " / ".join(map(device.microseconds, best)), max(found)[1]
+            if key in MODELLED:
+                best = [*MODELLED[key].seconds()]
+                model = " / ".join(map(device.microseconds, best)), MODELLED[key].bound
             rows.append([
                 case.id, name, " / ".join(times), " / ".join(kernels) or "–", counted, *model,
                 *verdict(key, best, table),
@@ -408,7 +238,7 @@ def table() -> str:
     return (
         "# The operators on a GPU\n\n" + (__doc__ or "").partition("\n\n")[2] + "\n"
         f"Measured on {setting['device']}, {setting['khot']}, torch {setting['torch']}, Triton "
-        f"{setting['triton']}. Counted and modelled of {now}, torch {torch.__version__}.\n\n"
+        f"{setting['triton']}. Counted of {now}, torch {torch.__version__}.\n\n"
         f"{report.table(head, rows)}\n"
     )
 
