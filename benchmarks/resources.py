@@ -84,8 +84,9 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes that compile.")] = 2,
 ) -> None:
     path = RESULTS / "resources.json"
-    found, known = kernels(FEW if few else CALLS, jobs), json.loads(path.read_text(encoding="utf-8"))
-    recorded = known["kernels"] if known["triton"] == triton.__version__ else {}
+    found = kernels(FEW if few else CALLS, jobs)
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    recorded = known["kernels"] if known.get("triton") == triton.__version__ else {}
     wrong = list(faults(found, recorded))
     if not check:
         kept = {"triton": triton.__version__, "kernels": found}
