@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -197,6 +197,55 @@ def test_saved_program(row: Row) -> None:
             want, got = layer(*inputs), program(*inputs)
             assert type(got) is type(want)
             assert_same(got, want)
+
+
+ESTIMATORS = set(get_args(khot.estimators.EstimatorName))
+GATES: list[dict[str, Any]] = [
+    {"k": 2.5},
+    {"k": None},
+    {"k": Anneal(3.0, 2.0, steps=4)},
+    {"k": 2, "tau": Anneal(3.0, 2.0, steps=4), "estimator": "gumbel"},
+    {"k": 2, "design": "sampford"},
+    {"k": 2, "design": "pivotal"},
+    {"k": None, "design": "poisson"},
+    *({"k": 2, "estimator": name} for name in sorted(ESTIMATORS - {"simple"})),
+]
+LARGE_GATES: list[dict[str, Any]] = [
+    {"k": 2, "estimator": "simple"},
+    *({"k": 2, "design": name} for name in ("conditional_poisson", "brewer", "systematic")),
+]
+
+
+def saved(layer: nn.Module, x: Tensor) -> nn.Module:
+    """The program that torch.export makes, saves and loads, for batches of any size."""
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(layer, (x,), dynamic_shapes=({0: DYNAMIC},)), buffer)
+    buffer.seek(0)
+    return torch.export.load(buffer).module()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*GATES, *(pytest.param(options, marks=pytest.mark.slow) for options in LARGE_GATES)],
+    ids=str,
+)
+def test_saved_gate_that_draws(options: dict[str, Any]) -> None:
+    """It draws anew in each call, and by the same law as the layer: each of 6 differences of means exceeds 6
+    standard deviations with probability 2e-9."""
+    torch.manual_seed(0)
+    gate = khot.nn.KHotGate(6, **options)
+    gate.logits.data = normal(6, seed=1)
+    x = torch.ones(4000, 6)
+    if options.get("estimator") in {"sequential_softmax", "ncpss"}:
+        with pytest.raises(RuntimeError):
+            saved(gate, torch.ones(3, 6))(x)
+        return
+    program = saved(gate, torch.ones(3, 6))
+    got, again, want = program(x).detach(), program(x).detach(), gate(x).detach()
+    assert not torch.equal(got, again)
+    assert set(got.sum(-1).unique().tolist()) <= set(want.sum(-1).unique().tolist())
+    deviation = (2 * want.mean(0) * (1 - want.mean(0)) / len(x)).sqrt()
+    assert ((got.mean(0) - want.mean(0)).abs() < 6 * deviation).all()
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
