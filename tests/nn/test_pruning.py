@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import khot
-from khot.nn import Anneal, make_permanent, prune_global, prune_magnitude, pruning
+from khot.nn import Anneal, _pruning_groups, _pruning_selection, make_permanent, prune_global, prune_magnitude
 
 
 def scores(*shape: int, seed: int = 0) -> Tensor:
@@ -79,7 +79,7 @@ def by_hand(x: Tensor, w: list[Tensor], b: list[Tensor], k: int, tau: Any, p: fl
 def selections() -> Any:
     """How often the operator was called."""
     with mock.patch.object(
-        pruning, "soft_topk_magnitude", side_effect=khot.soft_topk_magnitude, autospec=True
+        _pruning_selection, "soft_topk_magnitude", side_effect=khot.soft_topk_magnitude, autospec=True
     ) as operator:
         yield operator
 
@@ -334,7 +334,7 @@ def test_threads_may_share_a_model_in_eval_mode() -> None:
         return all(torch.equal(model(x), want) for _ in range(10))
 
     with (
-        mock.patch.object(pruning._Group, "_state", lambda self, hard: (hard, Pause())),
+        mock.patch.object(_pruning_groups.Group, "_state", lambda self, hard: (hard, Pause())),
         ThreadPoolExecutor(8) as pool,
     ):
         assert [future.result() for future in [pool.submit(serve) for _ in range(8)]] == [True] * 8
