@@ -26,6 +26,9 @@ SOFT, SHARP = 3.0, 1e-3
 TAU = "lower its tau in the course of training with khot.nn.Anneal"
 LABELS = torch.arange(9) % 4
 
+# these tensors are small, so that some are pruned away as a whole
+pytestmark = pytest.mark.filterwarnings("ignore:all entries of parameters")
+
 
 def scores(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -13,6 +13,9 @@ from torch.nn.utils import parametrize
 import khot
 from khot.nn import Anneal, make_permanent, prune_global, prune_magnitude, prune_n_m
 
+# these tensors are small, so that some are pruned away as a whole
+pytestmark = pytest.mark.filterwarnings("ignore:all entries of parameters")
+
 SIZES = [(2, 3), (3, 4), (1, 5)]
 SCALES = {"alike": (1.0, 1.0, 1.0), "one small": (1.0, 1e-3, 1.0), "apart": (1e-4, 1.0, 1e3)}
 

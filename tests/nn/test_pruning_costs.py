@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from khot.nn import Anneal, make_permanent, prune_global
 
+# these tensors are small, so that some are pruned away as a whole
+pytestmark = pytest.mark.filterwarnings("ignore:all entries of parameters")
+
 SIZES = [(2, 3), (3, 2)]
 COSTS: dict[str, list[Any]] = {
     "one": [1, 1],

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from khot import masks
 from khot._core import arguments
@@ -20,24 +21,108 @@ from khot.nn._pruning_costs import checked_costs, cost_row, shown, summed, total
 from khot.nn._pruning_selection import Repeatable, affordable_selection, bounded_selection, kept
 from khot.nn._values import Value, current, positive
 
-__all__ = ["Blocks", "By", "Group"]
+__all__ = ["Blocks", "By", "Group", "Member", "Together", "kind"]
 
 By = Literal["magnitude", "score"]
+Member = tuple[nn.Module, str]  # a module, and the name of its parameter
 
 
-class Blocks:
+class Together:
+    """Parameters that are pruned together, of which each has a parametrisation that knows this object.
+
+    A copy has no parameters at first: each copied parametrisation adds its own. So the copy of a model has
+    all of them, and the copy of one layer only its own.
+    """
+
+    def __init__(self, members: list[Member]) -> None:
+        tensors = [module.get_parameter(name) for module, name in members]
+        distinct = list({id(x): x for x in tensors}.values())
+        # which of them is the tensor of each member
+        self.places = [next(i for i, y in enumerate(distinct) if y is x) for x in tensors]
+        self.count = len(distinct)
+        self._forget()
+        for index, member in enumerate(members):
+            self.join(index, member)
+
+    def _forget(self) -> None:
+        self.members: dict[int, Member] = {}
+        self.first: dict[int, Member] = {}  # a member for each tensor
+        self.last = threading.local()  # what each thread did last
+
+    def join(self, index: int, member: Member) -> None:
+        self.members[index] = member
+        self.first.setdefault(self.places[index], member)
+
+    def originals(self) -> list[Tensor]:
+        """The learned tensors, one that several members share (tied weights) only once."""
+        return self.of_places(lambda module, name: module.parametrizations[name].original)
+
+    def of_places(self, get: Callable[[Any, str], Tensor]) -> list[Tensor]:
+        """One tensor for each that is pruned, of the first member that has it."""
+        try:
+            return [get(*self.first[i]) for i in range(self.count)]
+        except (AttributeError, KeyError):
+            missing = self._missing()
+            if not missing:
+                raise
+        raise RuntimeError(missing)
+
+    def check(self) -> None:
+        """Raise unless all are there that are pruned together."""
+        missing = self._missing()
+        if missing:
+            raise RuntimeError(missing)
+
+    def _missing(self) -> str:
+        for index, (module, name) in self.members.items():
+            if not parametrize.is_parametrized(module, name) or not self._has(module, name):
+                return (
+                    f"of the {len(self.places)} parameters that are pruned together, number {index}, the "
+                    f"{name!r} of a {kind(module)}, is pruned with the others no more, and these cannot be "
+                    "selected without it. khot.nn.make_permanent would have removed the parametrisations of "
+                    "all of them. Now remove those of the others, too, by "
+                    "torch.nn.utils.parametrize.remove_parametrizations(module, name, "
+                    "leave_parametrized=False), and prune again"
+                )
+        if len(self.first) == self.count:
+            return ""
+        module, name = next(iter(self.members.values()))
+        return (
+            f"the {name!r} of a {kind(module)} was copied without others of the {len(self.places)} parameters"
+            " that are pruned together, and without these it is not known which of its entries are kept. Copy"
+            " the whole model, or call khot.nn.make_permanent before the copy (with peft, before it copies"
+            " the modules_to_save of an adapter)"
+        )
+
+    def _has(self, module: Any, name: str) -> bool:
+        return getattr(module.parametrizations[name][0], "group", None) is self
+
+    def __getstate__(self) -> dict[str, Any]:
+        left = ("members", "first", "last")
+        return {name: value for name, value in self.__dict__.items() if name not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+def kind(module: nn.Module) -> str:
+    """The name of a module's class, as its author knows it."""
+    return type(module).__name__.removeprefix("Parametrized")
+
+
+class Blocks(Together):
     """A parameter whose every m entries are a row of their own."""
 
-    def __init__(self, member: tuple[nn.Module, str], n: int, m: int, dim: int, tau: Value) -> None:
-        self.members, self.places = [member], [0]
+    def __init__(self, member: Member, n: int, m: int, dim: int, tau: Value) -> None:
+        super().__init__([member])
         self.n, self.m, self.dim, self.tau = n, m, dim, positive(tau, "tau")
 
     def part(self, index: int, hard: bool) -> Tensor:
         return self.select(hard)[0][index]
 
     def select(self, hard: bool) -> tuple[list[Tensor], list[None]]:
-        [(module, name)] = self.members
-        learned: Tensor = module.parametrizations[name].original  # type: ignore[union-attr, index]
+        [learned] = self.originals()
         if not arguments.is_dtensor(learned):
             return [self._kept(learned, hard)], [None]
         # torch does not load torch.distributed.tensor by itself, and most users never need it
@@ -55,20 +140,16 @@ class Blocks:
             kept = soft_topk_magnitude(blocks, self.n, dim=self.dim + 1, tau=tau, rescale=True)
         return kept.flatten(self.dim, self.dim + 1)
 
-    def originals(self) -> list[Tensor]:
-        [(module, name)] = self.members
-        return [module.parametrizations[name].original]  # type: ignore[union-attr, index]
-
     def settings(self) -> dict[str, Any]:
         return {"n": self.n, "m": self.m, "dim": self.dim, "tau": self.tau}
 
 
-class Group:
-    """Parameters that are pruned together, and for each thread the parts of its last selection."""
+class Group(Together):
+    """Parameters whose entries compete for the same places."""
 
     def __init__(
         self,
-        members: list[tuple[nn.Module, str]],
+        members: list[Member],
         amount: int | Value,
         tau: Value,
         p: float,
@@ -84,13 +165,9 @@ class Group:
             raise ValueError(f"p must be 2 with by='score', but got {p}")
         arguments.check_number(min_share, "min_share", low=0, high=1)
         arguments.check_number(max_share, "max_share", low=min_share, high=1)
-        self.members, self.p, self.by = members, p, by
-        self.min_share, self.max_share = min_share, max_share
-        tensors = [module.get_parameter(name) for module, name in members]
-        distinct = list({id(x): x for x in tensors}.values())
-        # which of them is the tensor of each member
-        self.places = [next(i for i, y in enumerate(distinct) if y is x) for x in tensors]
-        sizes = [x.numel() for x in distinct]
+        super().__init__(members)
+        self.p, self.by, self.min_share, self.max_share = p, by, min_share, max_share
+        sizes = [x.numel() for x in self.of_places(lambda module, name: module.get_parameter(name))]
         self.cost = None if cost is None else summed(checked_costs(cost, members), self.places)
         self.n: float = sum(sizes) if self.cost is None else total(self.cost, sizes)
         self.least, self.most = ([round(share * size) for size in sizes] for share in (min_share, max_share))
@@ -101,8 +178,7 @@ class Group:
         self.amount, self.tau = amount, positive(tau, "tau")
         if not isinstance(amount, nn.Module):
             arguments.check_number(amount, "amount", low=0, high=self.n if isinstance(amount, int) else 1)
-            self._size()
-        self.last = threading.local()
+            self._size(amount)
 
     def settings(self) -> dict[str, Any]:
         shares = {"min_share": self.min_share, "max_share": self.max_share} if self._bounded() else {}
@@ -113,9 +189,8 @@ class Group:
     def _bounded(self) -> bool:
         return self.cost is None and (sum(self.least) > 0 or sum(self.most) < self.n)
 
-    def _size(self) -> Any:
+    def _size(self, amount: Scalar) -> Any:
         """How many entries are kept, or what they may cost."""
-        amount = current(self.amount)
         if self.cost is not None:
             return self.n - (amount if isinstance(amount, int) else amount * self.n)
         if isinstance(amount, Tensor):
@@ -146,7 +221,7 @@ class Group:
             if part is not None and self._unchanged(index, made_of):
                 return part
         parts, made_of_parts = self.select(hard, shared=True)
-        pairs = {i: (parts[place], made_of_parts[place]) for i, place in enumerate(self.places)}
+        pairs = {i: (parts[self.places[i]], made_of_parts[self.places[i]]) for i in self.members}
         self.last.selection = _Selection(state, pairs)
         return pairs.pop(index)[0]
 
@@ -167,8 +242,9 @@ class Group:
         copy of DTensors.
         """
         originals, *scores = self.learned()
+        k, tau = self._size(current(self.amount)), current(self.tau)
         if not any(arguments.is_dtensor(x) for x in originals):
-            row, learned = self._row([originals, *scores], hard, None, shared)
+            row, learned = self._row([originals, *scores], hard, None, shared, k, tau)
             copies = [_split(each.detach(), originals, cast=False) for each in learned]
             return _split(row, originals), list(zip(*copies, strict=True))
         if self.cost is not None:
@@ -179,16 +255,26 @@ class Group:
         pieces = Pieces(originals)
         local = pieces.locals()
         held = [local, *(Pieces(each).locals() for each in scores)]
-        row, _ = self._row(held, hard, pieces.groups, shared)
+        row, _ = self._row(held, hard, pieces.groups, shared, k, tau)
         return pieces.join(_split(row, local)), [()] * len(originals)
 
+    def soft(self, tensors: list[Tensor], amount: float, tau: Scalar) -> list[Tensor]:
+        """What the soft selection by magnitude makes of plain tensors."""
+        row, _ = self._row([tensors], False, None, False, self._size(amount), tau)
+        return _split(row, tensors)
+
     def _row(
-        self, held: list[list[Tensor]], hard: bool, group: Any, shared: bool
+        self,
+        held: list[list[Tensor]],
+        hard: bool,
+        group: Any,
+        shared: bool,
+        k: Any,
+        tau: Scalar,
     ) -> tuple[Tensor, list[Tensor]]:
         """The selection of all entries, and what it was made of: the entries and their scores, a row each."""
         tensors = held[0]
         learned = [torch.cat([x.flatten() for x in each]) for each in held]
-        k, tau = self._size(), current(self.tau)
         # not self below, because otherwise the graph would keep the model alive
         p, limits = self.p, (self.least, self.most) if self._bounded() else None
         lengths = [x.numel() for x in tensors]
@@ -211,25 +297,15 @@ class Group:
 
     def new_scores(self) -> list[nn.Parameter]:
         """A score for every entry, in float32 at least: steps of bfloat16 would be too coarse."""
-        tensors = self._of_places(lambda module, name: module.get_parameter(name))
+        tensors = self.of_places(lambda module, name: module.get_parameter(name))
         return [nn.Parameter(at_least_single(torch.zeros_like(x))) for x in tensors]
 
     def learned(self) -> list[list[Tensor]]:
         """What is learned of each tensor: the tensor itself, and by score the scores."""
         if self.by == "magnitude":
             return [self.originals()]
-        return [
-            self.originals(),
-            self._of_places(lambda module, name: module.parametrizations[name][0].score),
-        ]
-
-    def originals(self) -> list[Tensor]:
-        """The learned tensors, one that several members share (tied weights) only once."""
-        return self._of_places(lambda module, name: module.parametrizations[name].original)
-
-    def _of_places(self, get: Callable[[Any, str], Tensor]) -> list[Tensor]:
-        """One tensor for each that is pruned, of the first member that has it."""
-        return [get(*self.members[self.places.index(i)]) for i in range(max(self.places) + 1)]
+        scores = self.of_places(lambda module, name: module.parametrizations[name][0].score)
+        return [self.originals(), scores]
 
     def _state(self, hard: bool) -> tuple[Any, ...] | None:
         """What a selection depends on; None where it is unknown, while tracing and under transforms."""
@@ -244,13 +320,6 @@ class Group:
             return None
         seen = ((id(x), y.data_ptr(), x._version, y._version) for x, y in zip(tensors, held, strict=True))
         return hard, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *seen
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "last"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.last = threading.local()  # a copy makes its own selections
 
 
 class _Selection:

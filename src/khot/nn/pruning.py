@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from khot._core import arguments
-from khot.nn._left_soft import LeftSoft
-from khot.nn._pruning_groups import Blocks, By, Group
-from khot.nn._values import Value, describe
+from khot.nn._handed_out import look
+from khot.nn._pruned import Pruned
+from khot.nn._pruning_groups import Blocks, By, Group, Member, kind
+from khot.nn._values import Value
+from khot.nn.anneal import Anneal
 
 __all__ = ["make_permanent", "prune_global", "prune_magnitude", "prune_n_m"]
 
@@ -164,14 +166,15 @@ def prune_global(
             "tau must be given with by='score', in units of the scores, and should fall: for Adam at a rate "
             "r, such as khot.nn.Anneal(100 * r, r, steps)"
         )
+    _check_all_users_are_given(members)
     group = Group(members, amount, 1.0 if tau is None else tau, p, by, min_share, max_share, cost)
+    _warn_of_what_never_learns(group)
     scores = group.new_scores() if by == "score" else None
-    for index, (module, name) in enumerate(members):
-        part = _Pruned(group, index)
+    for index in range(len(members)):
+        part = Pruned(group, index)
         if scores is not None:
             part.score = scores[group.places[index]]
-        # unsafe=True, because the check would need a selection before all parameters are registered
-        parametrize.register_parametrization(module, name, part, unsafe=True)
+        part.register()
 
 
 def prune_n_m(
@@ -214,8 +217,7 @@ def prune_n_m(
     size = parameter.shape[dim]
     if size % m:
         raise ValueError(f"m must divide the size of {name!r} along dim {dim}, which is {size}, but got {m}")
-    group = Blocks((module, name), n, m, dim, tau)
-    parametrize.register_parametrization(module, name, _Pruned(group, 0), unsafe=True)
+    Pruned(Blocks((module, name), n, m, dim, tau), 0).register()
     return module
 
 
@@ -241,16 +243,18 @@ def make_permanent(module: nn.Module) -> nn.Module:
         >>> int((layer.weight == 0).sum())
         12
     """
-    groups = {part.group for part in module.modules() if isinstance(part, _Pruned)}
+    groups = list(dict.fromkeys(part.group for part in module.modules() if isinstance(part, Pruned)))
     if not groups:
         raise ValueError(f"module must have a pruned parameter, but got {module}")
+    look()
+    for group in groups:
+        group.check()
+    _check_other_users(module, groups)
     for group in groups:
         with torch.no_grad():
             weights, _ = group.select(hard=True)
-        for (owner, name), place in zip(group.members, group.places, strict=True):
-            parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
-            with torch.no_grad():
-                getattr(owner, name).copy_(weights[place])
+        for index, (owner, name) in group.members.items():
+            owner.parametrizations[name][0].remove(weights[group.places[index]])  # type: ignore[union-attr, index]
     return module
 
 
@@ -261,40 +265,94 @@ def _plain_parameter(module: nn.Module, name: str) -> nn.Parameter:
     return module.get_parameter(name)
 
 
-class _Pruned(LeftSoft):
-    """The parametrisation: the part of the group's selection that belongs to one member."""
+def _check_all_users_are_given(members: list[Member]) -> None:
+    """Raise if a module has a parameter that is pruned under another name, too, which is not given."""
+    given = {(id(module), name) for module, name in members}
+    pruned = {id(module.get_parameter(name)): name for module, name in members}
+    for module, _ in members:
+        for path, user in module.named_modules():
+            for name, parameter in user.named_parameters(recurse=False, remove_duplicate=False):
+                if id(parameter) in pruned and (id(user), name) not in given:
+                    raise ValueError(
+                        "parameters must have all users of a tensor, but "
+                        f"{f'{path}.{name}'.lstrip('.')!r} of a {kind(module)} is the same tensor as "
+                        f"{pruned[id(parameter)]!r}: give both, or assign a copy to one of them"
+                    )
 
-    def __init__(self, group: Group | Blocks, index: int) -> None:
-        super().__init__()
-        self.group, self.index = group, index
-        for key, value in group.settings().items():  # attributes, so that the state of modules is saved
-            setattr(self, key, value)
 
-    def forward(self, weight: Tensor) -> Tensor:
-        first = self.index == 0  # it speaks for the group
-        learns = self.training and weight.requires_grad and torch.is_grad_enabled()
-        if first and learns and arguments.has_data(weight):
-            self._note()
-        return self.group.part(self.index, hard=not self.training)
+def _check_other_users(module: nn.Module, groups: list[Group | Blocks]) -> None:
+    """Raise if a tensor that becomes permanent has another user, whose values this would change."""
+    uses: dict[int, list[tuple[Group | Blocks, int]]] = {}
+    for group in groups:
+        for place, original in enumerate(group.originals()):
+            uses.setdefault(id(original), []).append((group, place))
+    owners = [member for group in groups for member in group.members.values()]
+    lists = {id(owner.parametrizations[name]) for owner, name in owners}  # type: ignore[index]
+    for root in (module, *(owner for owner, _ in owners)):
+        for path, user in root.named_modules():
+            for name, parameter in () if id(user) in lists else user.named_parameters(recurse=False):
+                for group, place in uses.get(id(parameter), ()):
+                    if not _equal(parameter, _permanent(group, place)):
+                        raise ValueError(_shares(group, place, f"{path}.{name}".lstrip("."), "is not pruned"))
+    for (group, place), *others in uses.values():
+        for other, at in others:
+            if not _equal(_permanent(group, place), _permanent(other, at)):
+                owner, name = other.first[at]
+                raise ValueError(
+                    _shares(group, place, f"{name} of {kind(owner)}", "is pruned in another way")
+                )
 
-    def _outside(self) -> float:
-        if not all(arguments.has_data(x) for x in self.group.originals()):
-            return math.nan
-        with torch.no_grad():
-            both = (self.group.select(hard)[0] for hard in (False, True))
-            soft, hard = (torch.cat([x.flatten() for x in parts]) for parts in both)
-        sizes = soft.double().abs()
-        total = sizes.sum().item()
-        return sizes[hard == 0].sum().item() / total if total else 0.0
 
-    def _title(self) -> str:
-        (module, name), *others = self.group.members
-        more = f" and {len(others)} more" * bool(others)
-        kind = type(module).__name__.removeprefix("Parametrized")
-        return f"The pruned {name} of {kind}{more} ({self.extra_repr()})"
+def _permanent(group: Group | Blocks, place: int) -> Tensor:
+    with torch.no_grad():
+        return group.select(hard=True)[0][place]
 
-    def extra_repr(self) -> str:
-        return describe(**self.group.settings())
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    x, y = (each.to_local() if arguments.is_dtensor(each) else each for each in (x, y))  # type: ignore[attr-defined]
+    return not arguments.has_data(x) or torch.equal(x, y)
+
+
+def _shares(group: Group | Blocks, place: int, user: str, how: str) -> str:
+    owner, name = group.first[place]
+    return (
+        f"module must not have other users of a pruned tensor, but {user!r} is the same tensor as the pruned "
+        f"{name!r} of a {kind(owner)}, and {how}. Its values would change: assign a copy to it (a new "
+        "Parameter), or prune all users together, in one call of khot.nn.prune_global"
+    )
+
+
+def _warn_of_what_never_learns(group: Group) -> None:
+    """Warn of tensors that are pruned from the start as a whole, so that they get no gradient."""
+    amount, tau = (x.start if isinstance(x, Anneal) else x for x in (group.amount, group.tau))
+    tensors = group.of_places(lambda module, name: module.get_parameter(name))
+    if group.by == "score" or len(tensors) == 1 or torch.is_inference_mode_enabled():
+        return
+    if isinstance(amount, nn.Module) or isinstance(tau, nn.Module):  # nothing is known about them
+        return
+    if not all(arguments.has_data(x) and not x.is_inference() for x in tensors):
+        return
+    parts = group.soft([x.detach() for x in tensors], amount, tau)
+    if all(torch.stack([x.any() for x in parts]).tolist()):
+        return
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        grads = torch.autograd.grad(sum(x.sum() for x in group.soft(leaves, amount, tau)), leaves)
+    learn = torch.stack([grad.any() for grad in grads]).tolist()
+    learned = [x.requires_grad and x.numel() > 0 for x in tensors]
+    places = enumerate(group.places)
+    stuck = [(i, group.members[i]) for i, place in places if learned[place] and not learn[place]]
+    if stuck and any(learn):
+        names = [f"parameters[{i}] ({name} of {kind(module)})" for i, (module, name) in stuck]
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        warnings.warn(
+            f"all entries of {', '.join(names[:3])}{more} are pruned from the start, because they are 0 or "
+            "smaller than those of the other parameters. They get no gradient, and never learn. Use "
+            "by='score', or keep some entries of each parameter by min_share, or let amount grow from 0, by "
+            "khot.nn.Anneal(0.0, amount, steps)",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _is_pair(member: object) -> bool:
