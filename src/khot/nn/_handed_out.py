@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["hand_out", "look"]
+__all__ = ["hand_out", "look", "version"]
 
 SAMPLE = 16  # entries, about, that are compared of a weight on the CPU
 MOST = 8  # weights of a thread, at most, that are looked at
@@ -55,7 +55,7 @@ class _Given:
         self.weight: Tensor | None = weight
         own = weakref.ref(self)
         self.owner = weakref.ref(owner, lambda _: _forget(own))
-        self.version = None if weight.is_inference() else weight._version
+        self.version = version(weight)
         self.address = weight.data_ptr()
         self.sample = _sample(weight)
         if weight.grad_fn is not None:
@@ -65,7 +65,7 @@ class _Given:
         weight, owner = self.weight, self.owner()
         if weight is None or owner is None:
             return
-        if self.version is not None and weight._version != self.version:
+        if version(weight) != self.version:
             self.weight = None
             warnings.warn(owner.lost(), UserWarning, stacklevel=2)  # it may be meant for this one use
         elif weight.data_ptr() != self.address or not _same(_sample(weight), self.sample):
@@ -75,6 +75,11 @@ class _Given:
     def is_in_use(self) -> bool:
         """Whether somebody else has the weight, besides this object and the call below."""
         return self.weight is not None and sys.getrefcount(self.weight) > 2
+
+
+def version(tensor: Tensor) -> int:
+    """How often something was written into a tensor in place; 0 where this is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _forget(reference: weakref.ref[_Given]) -> None:

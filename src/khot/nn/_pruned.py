@@ -59,16 +59,11 @@ class Pruned(LeftSoft):
         has_data = arguments.has_data(weight)
         if first and has_data and self.training and weight.requires_grad and torch.is_grad_enabled():
             self._note()
-        watched = has_data and as_usual() and not self._renormalises()
+        watched = has_data and as_usual()
         if watched:
             look()  # before the next selection, which can take the memory of the last
         computed = self.group.part(self.index, hard=not self.training)
         return hand_out(computed, self) if watched else computed
-
-    def _renormalises(self) -> bool:
-        """Whether the module writes into its weight in each forward pass, and uses what it has written."""
-        module = self.member[0]
-        return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
     def _outside(self) -> float:
         if not all(arguments.has_data(x) for x in self.group.originals()):

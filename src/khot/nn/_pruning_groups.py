@@ -17,6 +17,7 @@ from khot._core.names import unknown
 from khot._core.precision import at_least_single
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot.magnitude import soft_topk_magnitude
+from khot.nn._handed_out import version
 from khot.nn._pruning_costs import checked_costs, cost_row, shown, summed, total
 from khot.nn._pruning_selection import Repeatable, affordable_selection, bounded_selection, kept
 from khot.nn._values import Value, current, positive
@@ -217,13 +218,17 @@ class Group(Together):
             return self.select(hard)[0][self.places[index]]
         selection: _Selection | None = getattr(self.last, "selection", None)
         if selection is not None and selection.state == state:
-            part, made_of = selection.parts.pop(index, (None, ()))
-            if part is not None and self._unchanged(index, made_of):
+            part, written, made_of = selection.parts.pop(index, (None, 0, ()))
+            # autograd refuses the other parts of a row, where one was written into
+            if part is not None and version(part) == written and self._unchanged(index, made_of):
                 return part
         parts, made_of_parts = self.select(hard, shared=True)
-        pairs = {i: (parts[self.places[i]], made_of_parts[self.places[i]]) for i in self.members}
-        self.last.selection = _Selection(state, pairs)
-        return pairs.pop(index)[0]
+        left = {}
+        for i in self.members:
+            part = parts[self.places[i]]
+            left[i] = part, version(part), made_of_parts[self.places[i]]
+        self.last.selection = _Selection(state, left)
+        return left.pop(index)[0]
 
     def _unchanged(self, index: int, made_of: tuple[Tensor, ...]) -> bool:
         """Whether a member's learned tensors still have the values that the selection was made of.
@@ -323,10 +328,12 @@ class Group(Together):
 
 
 class _Selection:
-    """The parts of a selection that were not returned yet, with the learned tensors that they were made of,
-    and the state that the selection was made for."""
+    """The parts of a selection that were not returned yet, with their versions and the learned tensors that
+    they were made of, and the state that the selection was made for."""
 
-    def __init__(self, state: tuple[Any, ...], parts: dict[int, tuple[Tensor, tuple[Tensor, ...]]]) -> None:
+    def __init__(
+        self, state: tuple[Any, ...], parts: dict[int, tuple[Tensor, int, tuple[Tensor, ...]]]
+    ) -> None:
         self.state, self.parts = state, parts
 
 
