@@ -86,7 +86,7 @@ USES: dict[str, Callable[[nn.Sequential, nn.Linear], object]] = {
 
 @each_kind
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_lost_is_said_once_at_the_next_use(write: str, kind: str, seed: int) -> None:
     rng = random.Random(f"{write} {kind} {seed}")
     dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])

@@ -19,6 +19,7 @@ MOST = 8  # weights of a thread, at most, that are looked at
 class Owner(Protocol):
     def lost(self) -> str:
         """What is lost, in words."""
+        ...
 
 
 class _Thread(threading.local):
@@ -53,7 +54,7 @@ class _Given:
 
     def __init__(self, weight: Tensor, owner: Owner) -> None:
         self.weight: Tensor | None = weight
-        own = weakref.ref(self)
+        own: weakref.ref[_Given] = weakref.ref(self)
         self.owner = weakref.ref(owner, lambda _: _forget(own))
         self.version = version(weight)
         self.address = weight.data_ptr()

@@ -41,7 +41,7 @@ class Pruned(LeftSoft):
     def remove(self, value: Tensor) -> None:
         """Make the parameter plain again, with this value. Parametrisations that were added later stay."""
         module, name = self.member
-        held: Any = module.parametrizations[name]  # type: ignore[union-attr, index]
+        held: Any = module.parametrizations[name]  # type: ignore[index]
         with torch.no_grad():
             held.original.copy_(value)
         if len(held) > 1:
@@ -102,4 +102,5 @@ def _give_own_class(module: nn.Module) -> None:
     made = type(module)
     if made.__module__ == parametrize.__name__:
         fields = {key: value for key, value in vars(made).items() if key not in ("__dict__", "__weakref__")}
-        module.__class__ = type(made.__name__, made.__bases__, fields)
+        own: Any = type(made.__name__, made.__bases__, fields)
+        module.__class__ = own

@@ -85,7 +85,7 @@ def prune_global(
     Args:
         parameters: (module, name) pairs, as for ``torch.nn.utils.prune.global_unstructured``. A parameter
             that several modules share (tied weights) is given for each of them; it counts once and is pruned
-            alike in all of them, and its costs add up.
+            alike in all of them, and its costs add up. A module that is not given goes on with all values.
         amount, tau, p: as for :func:`prune_magnitude`; amount is of the entries of all parameters together.
             tau has to be given with ``by="score"``, and is 1 otherwise.
         by: ``"magnitude"``, or ``"score"`` for scores that are learned.
@@ -124,6 +124,17 @@ def prune_global(
 
     Under ``torch.compile`` and the transforms of ``torch.func`` every layer computes the selection.
 
+    By magnitude, a parameter that starts at 0, or is smaller than the others, can be pruned as a whole from
+    the start. It then gets no gradient and never learns. The call warns of that if the values can be read and
+    amount and tau are numbers or :class:`khot.nn.Anneal`.
+
+    The copy of a model is pruned by itself. The copy of a module without others that it was pruned with
+    raises RuntimeError when it is used. So do the others of a module whose parametrisation was removed. What
+    is written into a pruned weight is lost, because it is computed at each use. When the thread that wrote it
+    asks for the next pruned weight, it gets a UserWarning, or a RuntimeError if it wrote through ``.data``.
+    Values that are changed in place through ``.data`` are not noticed on a GPU, and on the CPU by a sample of
+    the entries.
+
     Every layer's weight can be part of a loss of its own, and these losses can be backpropagated together or
     one after the other. A learned tensor may be changed in place at any time. Between two layers of one
     forward pass, a change that PyTorch does not count (through ``.data`` or NumPy) is noticed by the layer
@@ -131,8 +142,9 @@ def prune_global(
 
     Raises:
         ValueError, AttributeError: as :func:`prune_magnitude`; also for no parameters, or one that is given
-            twice; for scores without a tau; for shares out of range, or with which the amount cannot be kept;
-            and for a cost that is negative or not finite, does not broadcast, or is not one per parameter.
+            twice, or that a given module or one of its submodules has under another name, too; for scores
+            without a tau; for shares out of range, or with which the amount cannot be kept; and for a cost
+            that is negative or not finite, does not broadcast, or is not one per parameter.
         TypeError: parameters are not pairs (module, name).
 
     Example:
@@ -228,13 +240,18 @@ def make_permanent(module: nn.Module) -> nn.Module:
     together become permanent together, also where some of them belong to another module.
 
     Args:
-        module: a model with pruned parameters.
+        module: a model with pruned parameters. Give the whole model: only in it, and in the modules whose
+            parameters are pruned, other users of a tensor are found.
 
     Returns:
-        The module, changed in place. The parameters are still the same objects.
+        The module, changed in place. The parameters are still the same objects. Parametrisations that were
+        added to a pruned parameter later stay.
 
     Raises:
-        ValueError: a module without pruned parameters.
+        ValueError: a module without pruned parameters, or a tensor with another user (tied weights) that is
+            not pruned, or in another way, so that its values would change. Nothing was changed then.
+        RuntimeError: parameters that were pruned with others are there without them, as in the copy of one
+            layer; or something was written into a pruned weight just before, and would be lost.
 
     Example:
         >>> layer = khot.nn.prune_magnitude(torch.nn.Linear(4, 5), "weight", 12)
@@ -337,7 +354,8 @@ def _warn_of_what_never_learns(group: Group) -> None:
         return
     leaves = [x.detach().requires_grad_() for x in tensors]
     with torch.enable_grad():
-        grads = torch.autograd.grad(sum(x.sum() for x in group.soft(leaves, amount, tau)), leaves)
+        soft = torch.cat([x.flatten() for x in group.soft(leaves, amount, tau)])
+    grads = torch.autograd.grad(soft.sum(), leaves)
     learn = torch.stack([grad.any() for grad in grads]).tolist()
     learned = [x.requires_grad and x.numel() > 0 for x in tensors]
     places = enumerate(group.places)
