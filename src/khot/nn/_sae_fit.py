@@ -15,7 +15,8 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import widen
-from khot.nn._sae_metrics import batches_of, check_sae, rows_of
+from khot.nn._modes import in_mode
+from khot.nn._sae_metrics import batches_of, check_sae, rows_of, share
 from khot.nn.anneal import Anneal
 from khot.nn.sae import LossParts, TopKSAE
 
@@ -50,9 +51,10 @@ def fit_sae(
             sae.loss(batch).backward()
             optimizer.step()
 
-    with a rate that falls to 0 at the end. The autoencoder is trained in place and left in the mode in which
-    it was. Each :class:`khot.nn.Anneal` in it takes a step with the optimizer; one without ``steps`` gets
-    these.
+    with a rate that falls to 0 at the end. The autoencoder is trained in place, in train mode, also under
+    ``torch.no_grad()`` and ``torch.inference_mode()``. It and its parts are left in the modes in which they
+    were, and without gradients. Each :class:`khot.nn.Anneal` in it takes a step with the optimizer; one
+    without ``steps`` gets these, and keeps them, unless there is an error before the first step.
 
     Args:
         sae: the autoencoder, without a ``group``: several processes train it by the loop above
@@ -82,13 +84,14 @@ def fit_sae(
 
     Returns:
         The record, a list of dicts of plain numbers: step, loss, error, wider and idle as in
-        :meth:`TopKSAE.loss_parts`; unexplained, the error as a share of the variance of the batch; l0, how
-        many latents an input uses; dead, the share of latents that were idle for 50·n/k inputs, or as
-        ``revive`` says; lr; and, with ``batch``, threshold. All are of the batch of this step, before it.
+        :meth:`TopKSAE.loss_parts`; unexplained, the error as a share of the variance of the batch, NaN if
+        that is 0; l0, how many latents an input uses; dead, the share of latents that were idle for 50·n/k
+        inputs, or as ``revive`` says; lr; and, with ``batch``, threshold. All are of the batch of this step,
+        before it.
 
     Raises:
-        ValueError, TypeError: an argument out of range, batches that end before the last step, or a
-            checkpoint of another training.
+        ValueError, TypeError: an argument out of range, batches that end before the last step, a checkpoint
+            of another training, or an autoencoder that was made within ``torch.inference_mode()``.
         FloatingPointError: the loss is not finite. The message says whether the batch or the parameters are
             the cause, and the parameters are those before this step. On a device that works on while Python
             goes on, the loss is looked at where there is a row.
@@ -130,34 +133,51 @@ def fit_sae(
         "average": average,
     }
     settings |= {"kind": kind, "seed": seed, "every": every}
-    training = sae.training
-    sae.train()
+    if any(x.is_inference() for x in (*sae.parameters(), *sae.buffers())):
+        raise ValueError(
+            "sae must not be made within torch.inference_mode(), because its parameters could not learn: "
+            "make it outside, or pass copy.deepcopy(sae), which has to be taken outside"
+        )
     anneals = [module for module in sae.modules() if isinstance(module, Anneal)]
-    for anneal in anneals:
-        anneal.steps = steps if anneal.steps is None else anneal.steps
-    run = _Run(sae, settings, None if checkpoint is None else Path(checkpoint))
-    batches = _batches(activations, sae, batch_size, seed, run.step)
+    without = [anneal for anneal in anneals if anneal.steps is None]
+    taken = 0
     try:
-        with _bar(progress, steps, run.step) as show:
-            while run.step < steps:
-                rate = lr * min(1.0, (steps - run.step) / (decay * steps)) if decay else lr
-                row = run.take(next(batches), rate)
-                for anneal in anneals:
-                    anneal.step()
-                if row is not None and callback is not None:
-                    callback(row)
-                if checkpoint is not None and (run.step % save_every == 0 or run.step == steps):
-                    run.save()
-                show(run.step, row)
-        run.finish()
+        with in_mode(True, sae):
+            for anneal in without:
+                anneal.steps = steps
+            run = _Run(sae, settings, None if checkpoint is None else Path(checkpoint))
+            batches = _batches(activations, sae, batch_size, seed, run.step)
+            with _bar(progress, steps, run.step) as show:
+                while run.step < steps:
+                    rate = lr * min(1.0, (steps - run.step) / (decay * steps)) if decay else lr
+                    x = next(batches)
+                    sae.train()  # the callback, or what gives the batches, may have left it in eval mode
+                    row = run.take(x, rate)
+                    taken += 1
+                    for anneal in anneals:
+                        anneal.step()
+                    if row is not None and callback is not None:
+                        callback(row)
+                    if checkpoint is not None and (run.step % save_every == 0 or run.step == steps):
+                        run.save()
+                    show(run.step, row)
+            run.finish()
+    except BaseException:
+        if not taken:  # so that the next training, which may be longer, gives its own length
+            for anneal in without:
+                anneal.steps = None
+        raise
     finally:
-        sae.train(training)
+        if taken:
+            sae.zero_grad()
     return run.record
 
 
 class _Run:
     """A training, as far as it has got."""
 
+    # the user's mode is for batches and callback: here gradients are wanted, and tensors that can learn
+    @torch.inference_mode(False)
     def __init__(self, sae: TopKSAE, settings: dict[str, Any], path: Path | None) -> None:
         self.sae, self.settings, self.path = sae, settings, path
         self.parameters = list(sae.parameters())
@@ -169,8 +189,11 @@ class _Run:
         if path is not None and path.exists():
             self._load(path)
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def take(self, x: Tensor, rate: float) -> Row | None:
         """A step, and its row if there is one in the record."""
+        x = x.clone() if x.is_inference() else x
         recorded = (self.step + 1) % self.settings["every"] == 0 or self.step + 1 == self.settings["steps"]
         self.optimizer.zero_grad()
         parts = self.sae.loss_parts(x, self.settings["kind"])
@@ -192,7 +215,7 @@ class _Run:
         return row
 
     def _row(self, x: Tensor, parts: LossParts, rate: float) -> Row:
-        wide = widen(x)
+        wide = widen(x) - widen(x[0])  # exactly 0 where all are the same
         variance = (wide - wide.mean(0)).square().mean()
         row = {
             "step": self.step,
@@ -200,7 +223,7 @@ class _Run:
             "error": parts.error.item(),
             "wider": parts.wider.item(),
             "idle": parts.idle.item(),
-            "unexplained": (parts.error / variance).item(),
+            "unexplained": share(parts.error, variance).item(),
             "l0": parts.used.item(),
             "dead": self.sae.dead(math.ceil(float(self.sae._limit()))).item(),
             "lr": rate,

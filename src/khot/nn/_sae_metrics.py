@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from khot._core import arguments
 from khot._core.precision import wide_dtype
+from khot.nn._modes import in_mode
 from khot.nn.sae import TopKSAE
 
-__all__ = ["batches_of", "check_sae", "loss_recovered", "rows_of", "unexplained"]
+__all__ = ["batches_of", "check_sae", "loss_recovered", "rows_of", "share", "unexplained"]
 
 ROOM = 2**22  # pre-activations at a time
 
@@ -50,18 +51,9 @@ def rows_of(activations: Tensor, sae: TopKSAE) -> Tensor:
     return activations.detach().reshape(-1, sae.in_features)
 
 
-@contextmanager
-def _evaluating(*modules: nn.Module) -> Generator[None]:
-    before = [module.training for module in modules]
-    for module in modules:
-        module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in zip(modules, before, strict=True):
-            if training:
-                module.train()
+def share(rest: Tensor, spread: Tensor) -> Tensor:
+    """What is left, as a share of how far vectors are spread; NaN of vectors that are all the same."""
+    return (rest / spread).where(spread > 0, math.nan)
 
 
 def unexplained(sae: TopKSAE, activations: Tensor | Iterable[Tensor]) -> Tensor:
@@ -93,19 +85,22 @@ def unexplained(sae: TopKSAE, activations: Tensor | Iterable[Tensor]) -> Tensor:
         parts = rows_of(activations, sae).split(max(1, ROOM // sae.latents))
     device = sae.shift.device
     wide: dict[str, Any] = {"dtype": wide_dtype(device), "device": device}
-    rest, square, total, count = torch.zeros((), **wide), torch.zeros((), **wide), torch.zeros((), **wide), 0
-    shift: Tensor | None = None
-    with _evaluating(sae):
+    rest, spread, count = torch.zeros((), **wide), torch.zeros((), **wide), 0
+    origin, mean = torch.zeros(sae.in_features, **wide), torch.zeros(sae.in_features, **wide)
+    with in_mode(False, sae), torch.no_grad():
         for x in batches_of(parts, sae):
             out, x = sae(x).to(**wide), x.to(**wide)
-            if shift is None and len(x):
-                shift = x.mean(0)  # near the mean, so that the difference of two sums keeps its digits
             rest = rest + (x - out).square().sum()
-            if shift is not None:
-                square = square + (x - shift).square().sum()
-                total = total + (x - shift).sum(0)
-                count += len(x)
-    return rest / (square - total.square().sum() / max(count, 1))
+            if not len(x):
+                continue
+            if not count:
+                origin = x[0]  # all that is equal to it is exactly 0 from here on
+            x = x - origin
+            count, new = count + len(x), x.mean(0)
+            step = new - mean
+            spread = spread + (x - new).square().sum() + step.square().sum() * len(x) * (1 - len(x) / count)
+            mean = mean + step * (len(x) / count)
+    return share(rest, spread)
 
 
 def loss_recovered(
@@ -157,7 +152,7 @@ def loss_recovered(
         None,
     )
     found = []
-    with _evaluating(model, sae):
+    with in_mode(False, model, sae), torch.no_grad():
         for change in changes:
             handle = None if change is None else place.register_forward_hook(_replace(change))
             try:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from khot._core import rows
+from khot._core import arguments, rows
 from khot._core.torch_internals import is_recomputation, process_group, transforms_are_on, within_backward
 
 __all__ = ["Grouped", "Settled", "Steady", "counts", "observes"]
@@ -99,19 +99,31 @@ class Steady(_Watched):
     It is renewed by the first forward pass after a backward pass, and where somebody else has written to the
     state. So a pass that activation checkpointing computes again, within the backward pass, reads what it
     read the first time, however many other passes came between. A copy reads anew.
+
+    PyTorch does not count writes through ``.data`` or NumPy. They are seen on the CPU; elsewhere, where to
+    look would wait for the device, the first forward pass after a backward pass reads what they wrote.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._due = True
         self._value: Tensor | None = None
+        self._left: Tensor | None = None  # the values of the state as it was left
+
+    def _knows(self, state: Tensor) -> bool:
+        return super()._knows(state) and (self._left is None or state.equal(self._left))
+
+    def _leave(self, state: Tensor, values: Tensor) -> None:
+        self._state = state, state._version
+        self._left = values.clone() if arguments.readable(state) else None
 
     def read(self, state: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()`` from the state as it is, or as it was when the value was renewed."""
         if not _is_eager(state):
             return compute()
-        if self._value is None or not (within_backward() or (self._knows(state) and not self._due)):
-            self._value, self._state, self._due = compute(), (state, state._version), False
+        if self._value is None or not (within_backward() or (not self._due and self._knows(state))):
+            self._value, self._due = compute(), False
+            self._leave(state, state)
         return self._value
 
     def write(self, state: Tensor, value: Tensor) -> None:
@@ -119,7 +131,7 @@ class Steady(_Watched):
         known = _is_eager(state) and self._knows(state)
         state.copy_(value)
         if known:
-            self._state = state, state._version
+            self._leave(state, value)
 
     def until_backward_of(self, result: Any) -> None:
         """The backward pass of this result of a forward pass makes the value due for renewal."""

@@ -24,6 +24,7 @@ from khot._ops.topk import largest_entries
 from khot.cdfs import CDF, CDFName
 from khot.nn._inputs import check_dtype, check_width
 from khot.nn._left_soft import LeftSoft
+from khot.nn._lent import Lent
 from khot.nn._state import Grouped, Settled, Steady, counts
 from khot.nn._values import Value, available, current, describe, positive
 from khot.selection import topk
@@ -279,6 +280,7 @@ class TopKSAE(Grouped, LeftSoft):
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
         self.cdf = cdfs.resolve(cdf)
         self.group, self._steady, self._settled, self._compared = group, Steady(), Settled(), False
+        self._lent = Lent()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.raw_encoder = nn.Parameter(torch.empty(latents, in_features, **made))
         self.encoder_bias = nn.Parameter(torch.empty(latents, **made))
@@ -311,7 +313,7 @@ class TopKSAE(Grouped, LeftSoft):
 
     @property
     def encoder(self) -> Tensor:
-        return GAIN * self.raw_encoder
+        return self._lend("encoder", self._encoder)
 
     @encoder.setter
     def encoder(self, encoder: Tensor) -> None:
@@ -319,7 +321,7 @@ class TopKSAE(Grouped, LeftSoft):
 
     @property
     def decoder(self) -> Tensor:
-        return (self.raw_decoder * self._stretch().unsqueeze(-1)).to(self.raw_decoder.dtype)
+        return self._lend("decoder", self._decoder)
 
     @decoder.setter
     def decoder(self, decoder: Tensor) -> None:
@@ -327,11 +329,28 @@ class TopKSAE(Grouped, LeftSoft):
 
     @property
     def bias(self) -> Tensor:
-        return self.mean + self.shift
+        return self._lend("bias", self._bias)
 
     @bias.setter
     def bias(self, bias: Tensor) -> None:
         self._assign({"bias": bias})
+
+    def _encoder(self) -> Tensor:
+        return GAIN * self.raw_encoder
+
+    def _decoder(self) -> Tensor:
+        return (self.raw_decoder * self._stretch().unsqueeze(-1)).to(self.raw_decoder.dtype)
+
+    def _bias(self) -> Tensor:
+        return self.mean + self.shift
+
+    def _lend(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """A value for the user, who may write into it."""
+        value = compute()
+        if not torch.compiler.is_compiling():
+            self._lent.tell(type(self).__name__)
+            self._lent.lend(name, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in EFFECTIVE:  # torch would register a Parameter or a module under the name
@@ -343,6 +362,7 @@ class TopKSAE(Grouped, LeftSoft):
     def _assign(self, effective: dict[str, Tensor]) -> None:
         for name, value in effective.items():
             arguments.check_input(value, name, distributed=True)
+            self._lent.take(name)
         own = self.state_dict()
         for name, value in _raw(effective).items():
             if value.shape != own[name].shape:
@@ -361,6 +381,8 @@ class TopKSAE(Grouped, LeftSoft):
         return _ratio(self.lengths[indices], self.raw_decoder[indices])  # the other rows are not read
 
     def forward(self, input: Tensor, loss: bool | Loss = False) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self._lent.tell(type(self).__name__)
         asked: Any = loss
         if isinstance(asked, _Instead):
             work = asked.work
@@ -421,7 +443,7 @@ class TopKSAE(Grouped, LeftSoft):
             return self._decode(self._encode(input))
         self._centre(input)
         ((weights, indices),), _ = self._selected(input, (1.0,))
-        return selected_sum(weights, self.raw_decoder, indices) + self.bias
+        return selected_sum(weights, self.raw_decoder, indices) + self._bias()
 
     def _loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
         loss, *_ = self._terms(input, kind)
@@ -487,7 +509,7 @@ class TopKSAE(Grouped, LeftSoft):
         """What the idle latents of largest pre-activations, (..., n), make together."""
         scores = self._scores(a.detach()).masked_fill(busy, -math.inf)
         chosen = masks.topk_mask(scores, available(current(self.k) * AGAIN, scores))
-        return self._decode(chosen * a) - self.bias
+        return self._decode(chosen * a) - self._bias()
 
     def _centre(self, input: Tensor) -> None:
         """Set ``mean``, in the first forward pass of train mode, and warn if the bias is far from it."""
@@ -508,7 +530,7 @@ class TopKSAE(Grouped, LeftSoft):
         self._compared = True
         x = at_least_single(x)
         mean = x.mean(0)
-        far = (mean - self.bias.detach()).norm()
+        far = (mean - self._bias().detach()).norm()
         spread = (x - mean).square().sum(-1).mean().sqrt()
         if far > spread:
             warnings.warn(
@@ -568,7 +590,7 @@ class TopKSAE(Grouped, LeftSoft):
         if indices is None:
             check_width(code, self.latents, self, "code")
             code = (code * self._stretch()).to(self.shift.dtype)
-            return F.linear(code, self.raw_decoder.mT, self.bias)
+            return F.linear(code, self.raw_decoder.mT, self._bias())
         arguments.check_bool_or_real(code, "code")
         arguments.check_tensor(indices, "indices")
         if indices.dtype not in (torch.int64, torch.int32):
@@ -580,7 +602,7 @@ class TopKSAE(Grouped, LeftSoft):
                 f"code and indices must have the same shape (..., m), but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
-        return self._sum(code, indices.long()) + self.bias
+        return self._sum(code, indices.long()) + self._bias()
 
     def _sum(self, values: Tensor, indices: Tensor) -> Tensor:
         """Σ_j values_j D[indices_j]."""
@@ -667,7 +689,7 @@ class TopKSAE(Grouped, LeftSoft):
         """:meth:`_error` of some weights of rows of ``raw_decoder`` and their indices, and the second result
         with more of them, too."""
         rests, first, second = [], [], []
-        centred = at_least_single(input) - at_least_single(self.bias)
+        centred = at_least_single(input) - at_least_single(self._bias())
         for width in (self.latents, *self.widths):
             sums = [
                 selected_sum(w if width == self.latents else w * (at < width), self.raw_decoder, at)
@@ -782,9 +804,9 @@ class TopKSAE(Grouped, LeftSoft):
         self._check(input)
         if input.dtype == self.shift.dtype != _single(input.dtype):
             # in float32 from the product on, of which near ties decide, and of numbers that are not rounded
-            encoder = self.encoder
-            return input, encoder, self.encoder_bias - product(self.bias, encoder.mT)
-        centred = in_dtype(input - self.bias, _single(self.shift.dtype))
+            encoder = self._encoder()
+            return input, encoder, self.encoder_bias - product(self._bias(), encoder.mT)
+        centred = in_dtype(input - self._bias(), _single(self.shift.dtype))
         weight, bias = (in_dtype(x, centred.dtype) for x in (self.raw_encoder, self.encoder_bias))
         return GAIN * centred, weight, bias  # the gain goes to the inputs, which are fewer
 
@@ -834,6 +856,10 @@ class TopKSAE(Grouped, LeftSoft):
                 # half precision has too few digits for a moving mean, and for what keeps lengths as they are
                 setattr(self, name, value.to(after.device, _single(after.dtype)))
         return self
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._lent.tell(type(self).__name__)
+        super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = [name for name in EFFECTIVE if prefix + name in state_dict]
