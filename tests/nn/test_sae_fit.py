@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from khot.nn import Anneal, TopKSAE, fit_sae, loss_recovered, unexplained
+from khot.nn import Anneal, QuantileBalancer, TopKSAE, fit_sae, loss_recovered, unexplained
 
 D, N, K = 6, 16, 3
 
@@ -246,6 +247,95 @@ def test_fit_refuses() -> None:
         fit_sae(sae, X, 2)
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("options", [{}, {"tau": 0.3}, {"dtype": torch.bfloat16, "refine": 1}], ids=str)
+def test_trains_whether_gradients_are_enabled_or_not(
+    options: dict[str, Any], iterable: bool, context: Any, tmp_path: Path
+) -> None:
+    """And batches and callback are in the mode of the caller."""
+    modes: list[bool] = []
+    settings: dict[str, Any] = {"average": 0.9, "batch_size": 32, "every": 2, "save_every": 4}
+
+    def made() -> TopKSAE:
+        return make(k=Anneal(6, K), revive=2, **options)
+
+    def given() -> Any:
+        x = X.to(want.shift.dtype).clone()
+        return [x[:32], x[32:64], x[64:96]] if iterable else x
+
+    def seen(row: dict[str, float]) -> None:
+        modes.append(torch.is_grad_enabled())
+        if row["step"] == 5:
+            raise KeyboardInterrupt
+
+    want, got = made(), made()
+    record = fit_sae(want, given(), 9, **settings)
+    with context():
+        with pytest.raises(KeyboardInterrupt):
+            fit_sae(got, given(), 9, checkpoint=tmp_path / "sae.pt", callback=seen, **settings)
+        got = copy.deepcopy(got) if context is not torch.inference_mode else got
+        assert fit_sae(got, given(), 9, checkpoint=tmp_path / "sae.pt", **settings) == record
+        assert modes == [torch.is_grad_enabled()] * 3
+    torch.testing.assert_close(got.state_dict(), want.state_dict(), rtol=0, atol=0)
+    fit_sae(got, given(), 2)
+    assert not any(x.is_inference() for x in (*got.parameters(), *got.buffers()))
+
+
+def test_what_was_made_in_inference_mode_cannot_learn() -> None:
+    with torch.inference_mode():
+        sae, x = make(), X.clone()
+    with pytest.raises(ValueError, match="sae must not be made within torch.inference_mode"):
+        fit_sae(sae, X, 2)
+    fit_sae(copy.deepcopy(sae), x, 2)
+    fit_sae(make(), [x], 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_callback_may_leave_it_in_eval_mode(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"batch": True, "revive": 2, "k": Anneal(6, K)}
+    want, got = make(**options), make(**options)
+    record = fit_sae(want, X, 12, batch_size=32, every=1)
+
+    def judge(row: dict[str, float]) -> None:
+        if torch.rand((), generator=generator) < 0.6:
+            unexplained(got.eval(), X)
+
+    def batches_that_are_judged() -> Iterator[Tensor]:
+        for x in batches():
+            got.train(bool(torch.rand((), generator=generator) < 0.5))
+            yield x
+
+    options = copy.deepcopy(got.state_dict())
+    assert fit_sae(got, X, 12, batch_size=32, every=1, callback=judge) == record
+    torch.testing.assert_close(got.state_dict(), want.state_dict(), rtol=0, atol=0)
+    assert got.training and got.k.training  # type: ignore[union-attr]
+    got.load_state_dict(options)
+    assert fit_sae(got, batches_that_are_judged(), 12, every=1) == record
+
+
+def test_a_training_that_did_not_begin_gives_no_length() -> None:
+    for fails in (X[:, :4], [], [X[:, :4]], X * math.nan, iter([X[0], torch.zeros(2)])):
+        sae = make(k=Anneal(6.0, K))
+        began = isinstance(fails, Iterator)
+        with pytest.raises((ValueError, FloatingPointError)):
+            fit_sae(sae, fails, 100)
+        assert sae.k.steps == (100 if began else None)  # type: ignore[union-attr]
+        fit_sae(sae, X, 7)
+        assert sae.k.steps == (100 if began else 7)  # type: ignore[union-attr]
+
+
+def test_leaves_no_gradients() -> None:
+    sae = make()
+    sae.loss(X).backward()
+    with pytest.raises(ValueError, match="have shape"):
+        fit_sae(sae, [X[:, :4]], 2)
+    assert all(p.grad is not None for p in sae.parameters())
+    fit_sae(sae, X, 2)
+    assert all(p.grad is None for p in sae.parameters())
+
+
 # ------------------------------------------------------------------------- the terms of the loss
 
 
@@ -314,6 +404,29 @@ def test_the_share_that_is_unexplained(options: dict[str, Any], monkeypatch: pyt
         unexplained(sae, x[:, :3])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_unexplained_of_equal_activations_is_no_number(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** float(torch.empty(()).uniform_(-3, 4, generator=generator))
+    count, size = (int(torch.randint(1, 60, (), generator=generator)) for _ in range(2))
+    sae = make(dtype=dtype)
+    row = (scale * torch.randn(D, generator=generator)).to(dtype)
+    equal = row.expand(count, D)
+    for given in (equal, list(equal.split(size)), [equal[:0], equal, equal[:0]]):
+        assert unexplained(sae, given).isnan()
+    if count > 1 and scale < 100:  # or the loss of half precision is not finite
+        record = fit_sae(make(dtype=dtype), equal, 2, batch_size=count, every=1)
+        assert all(math.isnan(each["unexplained"]) for each in record)
+    other = equal.clone()
+    other[-1, 0] = torch.nextafter(row[0].float(), torch.tensor(math.inf)).to(dtype) + scale * 0.01
+    want = (other.double() - sae.eval()(other).double()).square().sum()
+    want = want / (other.double() - other.double().mean(0)).square().sum()
+    for given in (other, list(other.split(size))):
+        if count > 1:
+            torch.testing.assert_close(unexplained(sae, given), want, rtol=1e-6, atol=0)
+
+
 class Block(nn.Module):
     """Returns a tuple, as those of language models do."""
 
@@ -380,3 +493,121 @@ def test_recovered_refuses() -> None:
     with pytest.raises(ValueError, match="6"):
         loss_recovered(model, "head", sae, tokens)
     assert not model.head._forward_hooks
+
+
+# ----------------------------------------------------------------------------- modes and warnings
+
+
+class Deep(nn.Module):
+    """Has a frozen norm, and autoencoder and balancer, which warn when their training ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, D), nn.BatchNorm1d(D), nn.Linear(D, 9)
+        self.balancer = QuantileBalancer(D, 2, bins=64)
+        self.sae = make(tau=3.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(tokens).flatten(0, 1)).view(*tokens.shape, D)
+        self.balancer(hidden)
+        return self.head(self.sae(hidden))
+
+
+TOKENS = torch.arange(36).view(4, 9) % 9
+
+
+@pytest.mark.parametrize("train", [{"sae", "balancer"}, {"sae"}, {"balancer"}, set()], ids=str)
+@pytest.mark.parametrize("root", [True, False])
+def test_warns_once_of_what_is_left_in_train_mode(root: bool, train: set[str]) -> None:
+    model = Deep()
+    for _ in range(12):
+        model(TOKENS).square().sum().backward()
+    model.training = root
+    for name in ("sae", "balancer", "norm"):
+        model.get_submodule(name).training = name in train
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        loss_recovered(model, "norm", model.sae, TOKENS)
+    assert {"TopKSAE" in str(each.message) for each in found} == {name == "sae" for name in train}
+    assert len(found) == len(train)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has been said
+        loss_recovered(model, "norm", model.sae, TOKENS)
+    assert model.training == root
+    assert {name for name in ("sae", "balancer", "norm") if model.get_submodule(name).training} == train
+    rest = {"sae", "balancer"} - train
+    for name in rest:  # nothing has been said of these
+        with pytest.warns(UserWarning, match="TopKSAE" if name == "sae" else "never updated"):
+            model.get_submodule(name).train().eval()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_warns_when_a_training_leaves_a_soft_choice(training: bool) -> None:
+    """Where it ends with the function, and not where the autoencoder is left in train mode."""
+    sae = make(tau=3.0).train(training)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit_sae(sae, X, 15)
+    assert ["is not used as it was trained" in str(each.message) for each in found] == [True] * (not training)
+    assert sae.training == training
+    if training:
+        with pytest.warns(UserWarning, match="is not used as it was trained"):
+            sae.eval()
+
+
+def test_modes_stay_where_a_warning_is_an_error() -> None:
+    model = Deep()
+    for _ in range(12):
+        model(TOKENS).square().sum().backward()
+    model.norm.eval()
+    before = [module.training for module in model.modules()]
+    sae = model.sae
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="never updated"):
+            loss_recovered(model, "norm", sae, TOKENS)
+        assert [module.training for module in model.modules()] == before
+        with pytest.raises(UserWarning, match="is not used as it was trained"):
+            unexplained(sae, X)
+        assert [module.training for module in model.modules()] == before
+        sae.eval()
+        with pytest.raises(UserWarning, match="is not used as it was trained"):
+            fit_sae(sae, X, 200)
+        assert not sae.training
+
+
+def test_modules_that_do_more_in_train_are_asked_both_ways() -> None:
+    class Merging(nn.Linear):
+        """Merges something into its weight for eval mode, as some adapters do."""
+
+        merged = False
+
+        def train(self, mode: bool = True) -> Any:
+            if mode == self.merged:
+                self.weight.data += 1 if not mode else -1
+                self.merged = not mode
+            return super().train(mode)
+
+    model = Model(False)
+    model.head = Merging(D, 9)
+    weight = model.head.weight.detach().clone()
+    loss_recovered(model, "block", make(), TOKENS)
+    assert not model.head.merged
+    torch.testing.assert_close(model.head.weight.detach(), weight)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_frozen_part_stays_frozen(seed: int) -> None:
+    """What was judged, or trained, learns and counts afterwards as if it had not been."""
+    draw = torch.Generator().manual_seed(seed)
+    model = Deep()
+    for module in model.modules():
+        module.training = bool(torch.rand((), generator=draw) < 0.5)
+    want = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss_recovered(model, "embed", model.sae, TOKENS)
+        unexplained(model.sae, X)
+        for each in (model, want):
+            each(TOKENS)
+    torch.testing.assert_close(model.state_dict(), want.state_dict(), rtol=0, atol=0)

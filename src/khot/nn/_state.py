@@ -113,9 +113,8 @@ class Steady(_Watched):
     def _knows(self, state: Tensor) -> bool:
         return super()._knows(state) and (self._left is None or state.equal(self._left))
 
-    def _leave(self, state: Tensor, values: Tensor) -> None:
-        self._state = state, state._version
-        self._left = values.clone() if arguments.readable(state) else None
+    def _leave(self, state: Tensor, values: Tensor | None) -> None:
+        self._state, self._left = (state, state._version), values
 
     def read(self, state: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()`` from the state as it is, or as it was when the value was renewed."""
@@ -123,7 +122,7 @@ class Steady(_Watched):
             return compute()
         if self._value is None or not (within_backward() or (not self._due and self._knows(state))):
             self._value, self._due = compute(), False
-            self._leave(state, state)
+            self._leave(state, state.clone() if arguments.readable(state) else None)
         return self._value
 
     def write(self, state: Tensor, value: Tensor) -> None:
@@ -131,7 +130,7 @@ class Steady(_Watched):
         known = _is_eager(state) and self._knows(state)
         state.copy_(value)
         if known:
-            self._leave(state, value)
+            self._leave(state, value if arguments.readable(state) else None)
 
     def until_backward_of(self, result: Any) -> None:
         """The backward pass of this result of a forward pass makes the value due for renewal."""
