@@ -254,3 +254,27 @@ def test_what_others_write_is_read_at_once() -> None:
     assert sae.loss(x) > before
     sae.load_state_dict(sae.state_dict() | {"idle": torch.zeros(12, dtype=torch.int64)})
     torch.testing.assert_close(sae.loss(x), before)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("after", ["loss", "forward", "loss in eval mode", "nothing"])
+@pytest.mark.parametrize("how", ["data", "numpy", "detach"])
+def test_what_others_write_without_a_count_is_read_at_once(how: str, after: str, seed: int) -> None:
+    """As it is read by a copy, which knows nothing of earlier passes."""
+    torch.manual_seed(seed)
+    sae, x = Loss().sae, torch.randn(14, 5, dtype=torch.float64)
+    assert isinstance(sae, khot.nn.TopKSAE)
+    sae(x)
+    for _ in range(2):
+        sae.loss(x)  # no backward pass follows, so that the next one does not renew what it reads
+        if after == "loss in eval mode":
+            sae.eval().loss(x)
+            sae.train()
+        idle = torch.randint(30, (12,))
+        {"data": sae.idle.data, "numpy": sae.idle.numpy(), "detach": sae.idle.detach()}[how][:] = (
+            idle.numpy() if how == "numpy" else idle
+        )
+        if after == "forward":
+            sae(x)
+        other = copy.deepcopy(sae)
+        assert sae.loss(x).equal(other.loss(x))

@@ -152,7 +152,7 @@ def loss_recovered(
         None,
     )
     found = []
-    with in_mode(False, model, sae), torch.no_grad():
+    with in_mode(False, model), in_mode(False, sae), torch.no_grad():
         for change in changes:
             handle = None if change is None else place.register_forward_hook(_replace(change))
             try:
