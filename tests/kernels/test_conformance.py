@@ -29,6 +29,7 @@ EXACT = {torch.float64: 1e-11, torch.float32: 2e-5}
 HALF = [torch.bfloat16, torch.float16]
 
 Given = dict[str, Tensor]
+Draw = Callable[[Generator, tuple[int, ...]], Tensor]
 Engine = Callable[[str], Callable[..., Any]]
 
 
@@ -47,11 +48,12 @@ class Kernel(NamedTuple):
         exact: the error that is allowed, in units of 1 + the largest number of the row.
         through: whether the gradients are those at y as it was rounded.
         square: whether it costs n² a row, and needs one entry at least.
+        long: the engines of long rows that it has.
     """
 
     operators: tuple[str, ...]
     call: Callable[[Engine, Given], tuple[Tensor, ...]]
-    rows: dict[str, Callable[[Generator, tuple[int, ...]], Tensor]]
+    rows: dict[str, Draw]
     numbers: dict[str, Callable[[Tensor], Tensor]]
     bad: dict[str, tuple[float, ...]]
     spoiled: tuple[int, ...] | None = None
@@ -60,6 +62,7 @@ class Kernel(NamedTuple):
     exact: dict[torch.dtype, float] = EXACT
     square: bool = False
     through: bool = False
+    long: tuple[str, ...] = ("split",)
 
 
 # ------------------------------------------------------------------------------------------ arguments
@@ -88,6 +91,25 @@ def logits(g: Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.logit(shares(g, shape))
 
 
+def steps(g: Generator, shape: tuple[int, ...]) -> Tensor:
+    """Scores in descending order, close to each other but for three."""
+    x = -1 - 0.016 * torch.arange(shape[-1], dtype=torch.float64).repeat(*shape[:-1], 1)
+    x[..., :1] = 0
+    x[..., -2:-1] -= 2.5
+    x[..., -1:] -= 6
+    return x
+
+
+def nearly_steps(g: Generator, shape: tuple[int, ...]) -> Tensor:
+    """Less of :func:`steps` by almost the same everywhere, so that the means of blocks differ by little. They
+    are in one segment, because the last difference is greater than all but the first one."""
+    difference = 0.002 * normal(g, shape) - 1
+    difference[..., :1] = 0
+    difference[..., -2:-1] = -3
+    difference[..., -1:] = 0.1
+    return steps(g, shape) - difference
+
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "ties": lambda x: x.round(),
@@ -98,6 +120,8 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "certain": lambda x: x.masked_fill(torch.arange(x.shape[-1]) % 16 == 5, INF),
 }
 PLAIN = ("normal", "ties", "equal", "wide")
+#: The engines of long rows: programs share them, or they stream past one.
+STREAMS = ("split", "streamed")
 
 
 def counted(x: Tensor) -> Tensor:
@@ -147,7 +171,7 @@ def soft_topk(cdf: str, output: str = "y") -> Kernel:
         ("soft_topk", "soft_topk_backward"), call, {"x": normal, "v": normal},
         {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "k": K, "tau": TAU},
         # where scores spread far beyond τ the gradient of a threshold in a gap is one of few entries
-        kinds=("normal", "ties", "equal", "masked", "certain"),
+        kinds=("normal", "ties", "equal", "masked", "certain"), long=STREAMS,
     )  # fmt: skip
 
 
@@ -155,7 +179,7 @@ def in_gaps(cdf: str) -> Kernel:
     """The values alone, where scores spread far beyond τ; no row is drawn so that it has none."""
     return Kernel(
         ("soft_topk",), lambda on, a: on("soft_topk")(a["x"], a["k"], a["tau"], cdf, CDFS[cdf], "y")[:1],
-        {"x": normal}, {"k": counted, "tau": temperature}, {}, kinds=("wide", "gaps"),
+        {"x": normal}, {"k": counted, "tau": temperature}, {}, kinds=("wide", "gaps"), long=STREAMS,
     )  # fmt: skip
 
 
@@ -170,7 +194,7 @@ def soft_budget(cdf: str, by: str) -> Kernel:
         ("soft_budget", "soft_budget_backward"), call,
         {"x": normal, "cost": price, "v": normal}, {"budget": affordable, "tau": temperature},
         {"x": (NAN,), "cost": (-1.0, INF, NAN), "budget": (-1.0, 1e9, NAN), "tau": TAU},
-        kinds=("normal", "ties", "equal", "masked"),
+        kinds=("normal", "ties", "equal", "masked"), long=STREAMS,
     )  # fmt: skip
 
 
@@ -186,21 +210,22 @@ def magnitude(p: float, signs: bool) -> Kernel:
     return Kernel(
         (name, f"{name}_backward"), call, {"x": normal, "v": normal},
         {"k": whole, "tau": temperature, "u": sign}, {"x": (NAN,), "k": K, "tau": TAU}, kinds=PLAIN,
-        through=True,
+        through=True, long=STREAMS,
     )  # fmt: skip
 
 
 def soft_count(cdf: str, centred: bool) -> Kernel:
+    """At three levels of each row, and at both infinite ones."""
+
     def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
         u = a["u"].expand(a["x"].shape[:-1])
-        at = torch.stack((u, 2 * u, u - 1), -1)
+        at = torch.stack((u, 2 * u, u - 1, 0 * u + INF, 0 * u - INF), -1)
         rest = (at, a["tau"], cdf, CDFS[cdf], centred)
-        value = on("soft_count")(a["x"], *rest)
-        return value, *on("soft_count_backward")(at.cos(), a["x"], *rest)
+        return on("soft_count")(a["x"], *rest), *on("soft_count_backward")(at.atan(), a["x"], *rest)
 
     return Kernel(
         ("soft_count", "soft_count_backward"), call, {"x": normal}, {"u": sign, "tau": temperature},
-        {"tau": TAU},
+        {"x": (NAN,), "tau": TAU}, spoiled=(0, 3),
     )  # fmt: skip
 
 
@@ -228,8 +253,9 @@ def permutahedron(regularization: str) -> Kernel:
         return y, *grads
 
     return Kernel(
-        ("permutahedron", "permutahedron_backward"), call, {"x": normal, "w": normal, "v": normal},
-        {"tau": temperature}, {"x": (NAN,), "w": (NAN,), "tau": TAU}, spoiled=(0,), kinds=PLAIN,
+        ("permutahedron", "permutahedron_backward"), call,
+        {"x": normal, "w": normal, "v": normal}, {"tau": temperature},
+        {"x": (NAN,), "w": (NAN,), "tau": TAU}, spoiled=(0,), kinds=PLAIN, long=STREAMS,
     )  # fmt: skip
 
 
@@ -296,7 +322,7 @@ def soft_permutation(cdf: str) -> Kernel:
     return Kernel(
         ("soft_permutation", "soft_permutation_backward"), call, {"x": normal, "t": normal, "v": normal},
         {"tau": temperature}, {"x": (NAN,), "tau": TAU}, spoiled=(0,),
-        kinds=("normal", "ties", "equal", "masked", "certain"), square=True,
+        kinds=("normal", "ties", "equal", "masked", "certain"), square=True, long=(),
     )  # fmt: skip
 
 
@@ -339,14 +365,15 @@ KERNELS: dict[str, Kernel] = {
     ),
     "interpolate": Kernel(
         ("interpolate", "interpolate_backward"), interpolate, {"x": normal, "v": normal, "w": price}, {}, {},
-        exact={torch.float64: 1e-15, torch.float32: 1e-7},
+        exact={torch.float64: 1e-15, torch.float32: 1e-7}, long=(),
     ),
     "quantiles": Kernel(
         ("quantiles", "quantiles_backward"), quantiles, {"x": normal},
         {"k": whole, "u": sign, "w": sign}, {"x": (NAN,), "k": (NAN,)}, through=True,
     ),
     "selectable": Kernel(
-        ("selectable",), lambda on, a: (on("selectable")(a["x"], 1e9),), {"x": normal}, {}, {}, exact=ROUNDED
+        ("selectable",), lambda on, a: (on("selectable")(a["x"], 1e9),), {"x": normal}, {}, {}, exact=ROUNDED,
+        long=(),
     ),
     "soft_count, normal": soft_count("normal", False),
     "soft_count, centred": soft_count("logistic", True),
@@ -363,10 +390,14 @@ KERNELS: dict[str, Kernel] = {
     "fenchel_young": Kernel(
         ("fenchel_young", "fenchel_young_backward"), fenchel_young, {"x": normal, "target": heavy},
         {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "tau": TAU},
-        kinds=("normal", "ties", "equal"),
+        kinds=("normal", "ties", "equal"), long=STREAMS,
     ),
     "permutahedron, l2": permutahedron("l2"),
     "permutahedron, kl": permutahedron("kl"),
+    "permutahedron of blocks that hardly differ": permutahedron("l2")._replace(
+        rows={"x": steps, "w": nearly_steps, "v": normal}, kinds=("normal",) * 8,
+        numbers={"tau": lambda x: torch.ones(x.shape[:-1], dtype=torch.float64)},
+    ),
     "soft_permutation": soft_permutation("laplace"),
     "permutation_shares": Kernel(
         ("permutation_shares", "permutation_shares_backward"), permutation_shares,
@@ -391,7 +422,7 @@ KERNELS: dict[str, Kernel] = {
         ("conditional_poisson_sample",),
         lambda on, a: (on("conditional_poisson_sample")(a["x"], SEED, 1e-4),),
         {"x": shares}, {}, {"x": (NAN, 1.5, -0.1)}, dtypes=(torch.float64, torch.float32),
-        kinds=(), exact=ROUNDED,
+        kinds=(), exact=ROUNDED, long=(),
     ),
     "tournament": Kernel(
         ("tournament",), lambda on, a: (on("tournament")(a["x"], SEED),), {"x": shares}, {}, {},
@@ -444,27 +475,18 @@ ELSEWHERE = {
     "counted_mean": "test_triton_ranking_losses.py",
     "count_distances": "test_count_distances.py",
 }
-#: The operators whose rows programs may share on a GPU.
-SPLIT = (
-    "soft_topk, logistic",
-    "soft_topk, laplace",
-    "magnitude, p = 2",
-    "topk_mask",
-    "order_statistics",
-    "order_statistics_backward",
-    "fenchel_young",
-)
 
 # ---------------------------------------------------------------------------------------- the engines
 
+TRITON = ("triton", *STREAMS)
 COMPILED = _kernels.active()["cpu"].startswith("compiled")
 # Triton reads this variable at import, so a test cannot set it
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has(engine: str, kernel: Kernel) -> bool:
-    if engine in ("triton", "split"):
-        return all(name in gpu.KERNELS for name in kernel.operators)
+    if engine in TRITON:
+        return all(name in gpu.KERNELS for name in kernel.operators) and engine in ("triton", *kernel.long)
     names = kernel.operators if engine == "compiled" else ()
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"khot::{name}", "CPU") for name in names)
 
@@ -475,27 +497,26 @@ def first(name: str) -> bool:
     return rows[KERNELS[name].operators[0]] == name
 
 
-def cases(*engines: str, once: bool = False) -> Any:
-    """The kernels of each engine; under the interpreter, those of Triton alone, and each of them once where
-    `once` says so."""
+def cases(*engines: str, once: Sequence[str] = ()) -> Any:
+    """The kernels of each engine; under the interpreter, those of Triton alone. Engines in `once` have each
+    operator once."""
     return pytest.mark.parametrize(
         ("engine", "name"),
         [
             pytest.param(engine, name, id=f"{engine}-{name}")
             for engine in engines
             for name, kernel in KERNELS.items()
-            if (engine in ("triton", "split")) == INTERPRETED
+            if (engine in TRITON) == INTERPRETED
             and (COMPILED or engine != "compiled")
             and has(engine, kernel)
-            and (engine != "split" or name in SPLIT)
-            and (not once or not INTERPRETED or first(name))
+            and (engine not in once or first(name))
         ],
     )
 
 
 #: How far results may differ, in the same units, where an engine sums in an order that follows the strides
 #: and the rows beside.
-SAME = {"reference": 1e-6, "compiled": 0.0, "triton": 1e-6, "split": 1e-6}
+SAME = {"reference": 1e-6, "compiled": 0.0, "triton": 1e-6, "split": 1e-6, "streamed": 1e-6}
 
 
 def reference(name: str) -> Callable[..., Any]:
@@ -508,7 +529,7 @@ def on(engine: str, request: pytest.FixtureRequest) -> Engine:
         return reference
     if engine == "compiled":
         return lambda name: getattr(torch.ops.khot, name)
-    module = request.getfixturevalue("split" if engine == "split" else "kernels")
+    module = request.getfixturevalue("kernels" if engine == "triton" else engine)
     # the interpreter takes as long for rows of a program that are not there as for those that are
     request.getfixturevalue("monkeypatch").setattr(module.layout, "TOGETHER", 64)
     return lambda name: getattr(module, name)
@@ -563,20 +584,20 @@ def alike(got: Sequence[Tensor], want: Sequence[Tensor], allowed: float) -> None
 # -------------------------------------------------------------------------------------------- the tests
 
 
-@cases("compiled", "triton", "split")
+@cases("compiled", *TRITON)
 def test_rows_of_every_kind_as_the_reference(engine: str, name: str, on: Engine) -> None:
     kernel = KERNELS[name]
     if not kernel.kinds:  # its samples have the reference's law, and are others
         return
-    for n in (20,) if INTERPRETED else (1, 7, 20, 300):
-        for dtype in kernel.dtypes[: 1 if engine == "split" else 2]:
+    for n in {"compiled": (1, 7, 20, 300), "triton": (20,)}.get(engine, (40,)):
+        for dtype in kernel.dtypes[1 if engine == "streamed" else 0 : 2]:  # float64 does not stream
             given = drawn(kernel, (2 * len(kernel.kinds), n), kernel.kinds, dtype)
             want = kernel.call(reference, widened(kernel, given))
             assert not any(v.isnan().any() for v in want)
             alike(kernel.call(on, given), want, kernel.exact[dtype])
 
 
-@cases("reference", "compiled", "triton", "split")
+@cases("reference", "compiled", *TRITON, once=STREAMS)
 def test_a_row_without_an_answer_is_nan_alone(engine: str, name: str, on: Engine) -> None:
     """Beside rows with the same results as without it."""
     kernel = KERNELS[name]
@@ -601,14 +622,14 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@cases("reference", "compiled", "triton", once=True)
+@cases("reference", "compiled", *TRITON, once=TRITON)
 def test_layouts_and_what_is_broadcast(engine: str, name: str, on: Engine) -> None:
     """Each row of the arguments lies in memory in another way; batches of two dims; rows and numbers that are
     the same throughout, and gradients as sum() sends them back."""
     kernel = KERNELS[name]
     given = drawn(kernel, (6, 20), dtype=narrow(kernel))
     want = kernel.call(on, given)
-    for turn in range(2 if INTERPRETED else len(LAYOUTS)):
+    for turn in {"triton": (0, 1), "split": (1,), "streamed": (1,)}.get(engine, range(len(LAYOUTS))):
         laid = {
             key: LAYOUTS[(turn + i) % len(LAYOUTS)](v) if key in kernel.rows else v
             for i, (key, v) in enumerate(given.items())
@@ -625,22 +646,22 @@ def test_layouts_and_what_is_broadcast(engine: str, name: str, on: Engine) -> No
     alike(kernel.call(on, one), kernel.call(on, {k: v.contiguous() for k, v in dense.items()}), SAME[engine])
 
 
-@cases("reference", "compiled", "triton", once=True)
+@cases("reference", "compiled", *TRITON, once=TRITON)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_is_rounded_once(engine: str, name: str, on: Engine, dtype: torch.dtype) -> None:
     kernel = KERNELS[name]
-    if dtype not in kernel.dtypes:
+    if dtype not in kernel.dtypes[: 3 if engine in STREAMS else 4]:  # bfloat16 alone of long rows
         return
     given = drawn(kernel, (6, 20), dtype=dtype)
     want = kernel.call(reference, widened(kernel, given))
     # the interpreter cuts digits off where it stores bfloat16, and a device rounds
-    ulp = torch.finfo(dtype).eps * (1 if engine == "triton" else 0.51)
+    ulp = torch.finfo(dtype).eps * (1 if engine in TRITON else 0.51)
     for a, b in zip(kernel.call(on, given), want, strict=True):
         rounded = a.dtype == dtype or kernel.through
         assert off(a, b).max() <= 2e-5 + ulp * (2 if kernel.through else 1) * rounded
 
 
-@cases("compiled", "triton", "split", once=True)
+@cases("compiled", *TRITON, once=TRITON)
 def test_empty_batches_and_rows(engine: str, name: str, on: Engine) -> None:
     kernel, dtype = KERNELS[name], narrow(KERNELS[name])
     for shape in ((0, 20), (3, 0), (2, 0, 3)):
