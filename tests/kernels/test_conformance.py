@@ -247,7 +247,7 @@ def laplace(name: str) -> Kernel:
 
     return Kernel(
         (f"laplace_{name}", f"laplace_{name}_backward"), call, {"x": normal, "v": normal},
-        {"tau": temperature}, {"x": (NAN,), "tau": TAU}, spoiled=(0, 3), kinds=PLAIN,
+        {"tau": temperature}, {"x": (NAN, -NAN), "tau": TAU}, spoiled=(0, 3), kinds=PLAIN,
     )  # fmt: skip
 
 
