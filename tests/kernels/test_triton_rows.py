@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import sys
 from types import ModuleType
 
 import pytest
@@ -27,8 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 either = pytest.mark.parametrize("where", ["kernels", "split"])
 ACCURACY = {torch.float64: 1e-12, torch.float32: 5e-7}
 
@@ -68,10 +65,8 @@ def test_every_kernel_is_registered(kernels: ModuleType) -> None:
 
 
 @either
-@every_dtype
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 33])
-def test_mask(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n: int) -> None:
-    kernels = request.getfixturevalue(where)
+def test_mask(request: pytest.FixtureRequest, where: str) -> None:
+    kernels, dtype, n = request.getfixturevalue(where), torch.float32, 33
     x, k = rows(n, dtype)
     got, want = kernels.topk_mask(x, k), topk_mask.topk_mask(x, k)
     assert got.dtype == dtype
@@ -81,50 +76,40 @@ def test_mask(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n:
 
 
 @either
-@every_dtype
-@pytest.mark.parametrize("n", [1, 33])
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(1, torch.float64), (33, torch.float32), (33, torch.float16)], ids=str
+)
 def test_order_statistics(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n: int) -> None:
     kernels = request.getfixturevalue(where)
     x, _ = rows(n, dtype)
     k = torch.tensor([1, (n + 1) // 2, n - 1, n, n + 1, 1.5, torch.nan], dtype=torch.float64)
     k = torch.stack([k.roll(i)[:2] for i in range(len(x))])
-    for layout in (x, x.mT.contiguous().mT) if n > 1 and dtype == torch.float32 else (x,):
-        got, want = kernels.order_statistics(layout, k), order_statistics.order_statistics(layout, k)
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(got.signbit() & (got == 0), torch.zeros_like(got, dtype=torch.bool))
-
-
-# all pairs
-MAGNITUDES = [
-    ("kernels", torch.float64, 4 / 3),
-    ("kernels", torch.float32, 2.0),
-    ("split", torch.float64, 2.0),
-    ("split", torch.float32, 4 / 3),
-]
+    got, want = kernels.order_statistics(x, k), order_statistics.order_statistics(x, k)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert not (got.signbit() & (got == 0)).any()
 
 
 @pytest.mark.parametrize(
-    ("where", "dtype", "p"),
+    ("where", "n", "tau", "dtype", "p"),
     [
-        *MAGNITUDES,
+        ("kernels", 33, 0.3, torch.float64, 4 / 3),
+        ("kernels", 20, 30.0, torch.float32, 2.0),
+        ("split", 33, 0.3, torch.float32, 4 / 3),
+        ("split", 33, 0.3, torch.float64, 2.0),
+        ("kernels", 1, 0.7, torch.float32, 1.15),
         *(
-            pytest.param(where, dtype, 1.15, marks=pytest.mark.slow)
-            for where, dtype in itertools.product(("kernels", "split"), ACCURACY)
+            pytest.param(where, *size, dtype, p, marks=pytest.mark.slow)
+            for where, size, dtype, p in itertools.product(
+                ("kernels", "split"), ((33, 0.01), (20, 30.0), (9, 1e5)), ACCURACY, (1.15, 4 / 3, 2.0)
+            )
         ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("n", "tau"),
-    [
-        (33, 0.3),
-        *(pytest.param(*a, marks=pytest.mark.slow) for a in ((1, 0.7), (33, 0.01), (20, 30.0), (9, 1e5))),
-    ],
-)
-def test_magnitude(
+def test_digits_of_sizes(
     request: pytest.FixtureRequest, where: str, n: int, tau: float, dtype: torch.dtype, p: float
 ) -> None:
+    """With infinite entries, and k at its ends and above."""
     kernels = request.getfixturevalue(where)
     x, k = rows(n, dtype)
     s, scale = x.abs(), torch.tensor(tau, dtype=torch.float64)
@@ -146,37 +131,6 @@ def test_magnitude(
         assert error(a / (1 + size), b / (1 + size)) <= 20 * ACCURACY[dtype]
 
 
-@pytest.mark.parametrize(
-    ("where", "dtype", "p"),
-    [
-        ("kernels", torch.float32, 2.0),
-        ("kernels", torch.float64, 4 / 3),
-        ("split", torch.float32, 2.0),
-        pytest.param("split", torch.float64, 4 / 3, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_magnitude_with_signs(
-    request: pytest.FixtureRequest, where: str, dtype: torch.dtype, p: float
-) -> None:
-    """Of infinite entries, ties, zeros and a NaN."""
-    kernels = request.getfixturevalue(where)
-    x, k = rows(21, dtype)
-    x, k, tau = x[[1, 2, 3]], k[[1, 2, 3]], torch.tensor(0.3, dtype=torch.float64)
-    x[2, :3] = torch.tensor([torch.inf, -torch.inf, -0.0])
-    got = kernels.magnitude_with_signs(x, k, tau, p)
-    y, hi, lo = magnitude.magnitude_with_signs(x.double(), k, tau, p)
-    assert error(got[0], y) <= ACCURACY[dtype]
-    v = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rest = (k, hi, lo, tau, p)
-    v_lo = torch.linspace(-1, 1, len(x), dtype=torch.float64)
-    want = magnitude.magnitude_with_signs_backward(v, v_lo, x.double(), y, *rest)
-    found = kernels.magnitude_with_signs_backward(v.to(dtype), v_lo, x, y.to(dtype), *rest)
-    for a, b in zip(found, want, strict=True):
-        size = b[b.isfinite()].abs().max().item()
-        assert error(a / (1 + size), b / (1 + size)) <= 20 * ACCURACY[dtype]
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("n", [1, 13, 50])
 def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int, reverse: bool) -> None:
@@ -190,35 +144,3 @@ def test_decay_scan(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int
     assert error(kernels.decay_scan(w, g, reverse), scans.decay_scan(w, g.nan_to_num(), reverse)) <= 1e-14
     one = torch.ones(n, dtype=torch.float64)
     assert error(kernels.decay_scan(one, g, reverse), scans.decay_scan(one, g.nan_to_num(), reverse)) <= 1e-14
-
-
-@pytest.mark.parametrize(
-    ("dtype", "chunk"),
-    [
-        *((dtype, 64) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
-        *((dtype, 16) for dtype in (torch.float64, torch.float32, torch.float16)),
-    ],
-    ids=str,
-)
-def test_laplace_rank(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
-) -> None:
-    """Of ties, NaN, infinite entries and a τ that is not positive, in rows that programs share; the order is
-    the reference's, too."""
-    monkeypatch.setattr(sys.modules["khot._kernels.triton.ranks"], "serves", lambda *_: False)
-    monkeypatch.setattr(kernels.layout, "CHUNK", chunk)
-    monkeypatch.setattr(kernels.layout, "PROGRAMS", 24)
-    x, _ = rows(33, dtype)
-    tau = torch.linspace(-0.1, 0.9, 11, dtype=torch.float64)
-    for given in (x, x.mT.contiguous().mT):
-        rank, order, place = kernels.laplace_count(given, None, tau)
-        want, wanted, empty = scans.laplace_count(given, None, tau)
-        assert rank.dtype == dtype and order.dtype == place.dtype == torch.int32
-        assert place.shape == empty.shape
-        # the interpreter cuts digits off where it stores bfloat16, and a device rounds
-        assert error(rank, want) <= {torch.float64: 1e-13, torch.float32: 1e-7}.get(dtype, 2**-7)
-        assert torch.equal(order, wanted)
-        rank, want = (
-            each(given, None, tau, False)[0] for each in (kernels.laplace_count, scans.laplace_count)
-        )
-        assert error(rank, want) <= {torch.float64: 1e-13, torch.float32: 1e-7}.get(dtype, 2**-7)
