@@ -78,25 +78,11 @@ def kinds(n: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    ("cdf", "tau"), [*((cdf, 0.01) for cdf in CDFS), ("logistic", 1.0), ("uniform", 1.0)]
-)
+@pytest.mark.parametrize(("cdf", "tau"), [*((cdf, 0.01) for cdf in CDFS), ("logistic", 1.0)])
 def test_rows_of_every_kind(larger: ModuleType, cdf: str, tau: float) -> None:
     n = 611
     k = number([6.5, 61.0, n / 2, 5.5, 61.1, 13.0, 5.0, 3.0])
     check(larger, kinds(n), k, number(tau) if tau == 1 else number([tau] * 8), cdf, "y")
-
-
-@pytest.mark.parametrize("cdf", ["laplace", "power"])
-@pytest.mark.parametrize(("dtype", "output"), [(torch.bfloat16, "y"), (torch.float32, "log")], ids=str)
-def test_half_precision_and_logarithms(larger: ModuleType, cdf: str, dtype: torch.dtype, output: str) -> None:
-    x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
-    if dtype == torch.bfloat16:  # the interpreter cuts digits off where it stores it
-        y, _, _ = larger.soft_topk(x, number(30.0), number(0.3), cdf, CDFS[cdf], output)
-        want, _, _ = reference.soft_topk(x.double(), number(30.0), number(0.3), cdf, CDFS[cdf], output)
-        assert y.dtype == dtype and error(y, want) <= torch.finfo(dtype).eps
-    else:
-        check(larger, x, number(30.0), number(0.3), cdf, output)
 
 
 def clusters(n: int, tau: float, dtype: torch.dtype) -> Tensor:
@@ -181,22 +167,6 @@ def test_thresholds_of_many_rows(
     _, *got = larger.soft_topk(x, *args)
     _, *want = reference.soft_topk(x.double(), *args)
     assert error_in_tau(got, want, 1e-3).max() <= 1e-12
-
-
-@pytest.mark.parametrize("n", [17, 31, 32, 33])
-def test_sizes_around_the_limits(split: ModuleType, n: int) -> None:
-    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
-    check(split, x, number([0.0, n - 0.5, float(n)]), number([1.0, 0.2, 1.0]), "logistic")
-    check(split, x[:1], number(1.5), number(0.3), "uniform")
-
-
-@pytest.mark.parametrize("cdf", CDFS)
-def test_a_nan_that_the_sample_misses(split: ModuleType, cdf: str) -> None:
-    """It spoils its row, and no other."""
-    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(0))
-    x[0, 3] = torch.nan
-    y, hi, _ = split.soft_topk(x, torch.tensor(3.0), torch.tensor(1.0), cdf, CDFS[cdf], "y")
-    assert y[0].isnan().all() and hi[0].isnan() and y[1].isfinite().all()
 
 
 def test_a_sample_that_tells_nothing(larger: ModuleType) -> None:
