@@ -60,8 +60,7 @@ def compare(got: Tensor, want: Tensor, allowed: Tensor | float) -> None:
 
 
 @pytest.mark.parametrize("cdf", CDFS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(("dtype", "centred"), [(torch.float64, False), (torch.float32, True)], ids=str)
 def test_counts_and_gradients(whole: Any, cdf: str, dtype: torch.dtype, centred: bool) -> None:
     check(whole, *rows(33, dtype), cdf, centred)
 
@@ -93,9 +92,18 @@ def check(kernels: Any, x: Tensor, at: Tensor, tau: Tensor, cdf: str, centred: b
     compare(found[2], wanted[2], 3 * relative * n * size + 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", [0.0, 0.1, -300.3, INF, -INF])
-@pytest.mark.parametrize("parts", [False, True], ids=["one part", "parts"])
+@pytest.mark.parametrize(
+    ("level", "dtype", "parts"),
+    [
+        (0.0, torch.float64, False),
+        (0.1, torch.float32, True),
+        (0.1, torch.float64, True),
+        (-300.3, torch.bfloat16, False),
+        (INF, torch.float32, False),
+        (-INF, torch.float64, True),
+    ],
+    ids=str,
+)
 def test_one_level_for_all_rows(
     request: pytest.FixtureRequest, parts: bool, level: float, dtype: torch.dtype
 ) -> None:
@@ -121,19 +129,16 @@ def test_one_level_for_all_rows(
     compare(found[2], wanted[2], single * 37 * 6 * v.abs().double())
 
 
-@pytest.mark.parametrize("cdf", CDFS)
-def test_what_is_not_a_number_stays_none(whole: Any, cdf: str) -> None:
-    x = torch.tensor([[1.0, NAN, 0.0]] + [[2.0, 1.0, 0.0]] * 4)
-    tau = torch.tensor([1.0, 0.0, -1.0, INF, 1.0], dtype=torch.float64)
-    at = torch.tensor([[0.5, INF]]).double().repeat(5, 1)
-    at[4, 0] = NAN
-    rest = (at, tau, cdf, CDFS[cdf], False)
-    got = whole.soft_count(x, *rest)
-    compare(got, reference.soft_count(x.double(), *rest), 1e-6)
-    assert got[:, 0].isnan().all()
+def test_a_level_that_is_not_a_number(whole: Any) -> None:
+    x, at, tau = (
+        torch.tensor([[2.0, 1.0, 0.0]]),
+        torch.tensor([[NAN, INF]]).double(),
+        torch.tensor(1.0).double(),
+    )
+    rest = (at, tau, "logistic", 0.0, False)
+    assert whole.soft_count(x, *rest)[0].isnan().tolist() == [True, False]
     dx, dat, dtau = whole.soft_count_backward(torch.ones_like(at), x, *rest)
-    assert dx[0, 1].isnan() and dx[1:].isnan().all()
-    assert dat[:, 0].isnan().all() and dtau.isnan().all()
+    assert dx.isnan().all() and dat[0, 0].isnan() and dtau.isnan().all()
 
 
 @pytest.mark.parametrize("tau", [1e-42, 1e-30, 1e30, 1e300])
