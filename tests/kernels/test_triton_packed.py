@@ -93,24 +93,21 @@ def alike(got: Tensor, want: Tensor, ulps: float, least: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "output", "dtype"),
+    ("cdf", "n", "output", "dtype"),
     [
-        (64, "y", torch.bfloat16),
-        (34, "y", torch.float16),
-        (46, "log", torch.float16),
-        (46, "threshold", torch.bfloat16),
+        ("logistic", 64, "y", torch.bfloat16),
+        ("uniform", 34, "y", torch.float16),
+        ("power", 46, "log", torch.float16),
+        ("laplace", 46, "threshold", torch.bfloat16),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (34, "y", torch.bfloat16),
-                (64, "log", torch.bfloat16),
-                (46, "threshold", torch.float16),
+            for case in itertools.product(
+                CDFS, (34, 64), ("y", "log", "threshold"), (torch.float16, torch.bfloat16)
             )
         ),
     ],
     ids=str,
 )
-@every_cdf
 def test_adversarial_rows(
     packed: ModuleType, ways: list[bool], monkeypatch: pytest.MonkeyPatch,
     cdf: str, n: int, output: str, dtype: torch.dtype,
