@@ -22,7 +22,7 @@ pytestmark = [
 INF, NAN = torch.inf, torch.nan
 # from one chunk and an entry to nine of them: two merged, a third that is alone, all of them full, one entry
 # behind eight
-LENGTHS = [17, 31, 32, 33, 48, 64, 129]
+LENGTHS = [17, 32, 48, 129]
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_runs_that_interleave_in_every_way(small: ModuleType) -> None:
     check(small, x + torch.arange(32) / 64)
 
 
-@pytest.mark.parametrize("n", [1_025, 2_047, 2_048, 2_049, 4_096, 8_193])
+@pytest.mark.parametrize("n", [1_025, 2_048, 4_097])
 def test_chunks_as_a_device_has_them(
     kernels: ModuleType, row_sort: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
