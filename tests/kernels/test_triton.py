@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import subprocess
@@ -117,11 +116,10 @@ def test_long_rows(split: ModuleType, cdf: str) -> None:
 @pytest.mark.parametrize(
     ("where", "dtype", "output"),
     [
-        *itertools.product(["kernels"], FORWARD, ["y", "log", "threshold"]),
-        *(
-            ("split", *case)
-            for case in zip([*FORWARD, torch.float32], ["y", "log", "threshold"], strict=True)
-        ),
+        ("kernels", torch.float64, "log"),
+        ("kernels", torch.float32, "threshold"),
+        ("split", torch.float64, "threshold"),
+        ("split", torch.float32, "log"),
     ],
     ids=str,
 )
