@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What the files test_triton*.py have runs under the interpreter alone."""
+    marks = (
+        pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+        # Triton reads this variable at import, so a test cannot set it
+        pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
+        # the interpreter computes with NumPy, which warns of infinities; they are intended
+        pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    )
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name.startswith("test_triton"):
+            for mark in marks:
+                item.add_marker(mark)
 
 
 @pytest.fixture

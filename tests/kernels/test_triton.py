@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -19,14 +18,6 @@ from agreement import error_in_tau
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
 from operators import log_limit
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 2.0, "power": 4 / 3}
 every_cdf = pytest.mark.parametrize("cdf", CDFS)

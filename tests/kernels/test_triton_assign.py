@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from types import ModuleType
 from typing import Any
 
@@ -16,14 +14,6 @@ import khot
 from khot import cdfs
 from khot._core.dispatch import OPERATORS
 from khot._kernels.reference import soft_assign as reference
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 INF = math.inf
 WAYS = {"a program a matrix": 1 << 30, "a launch a step": 0}  # for matrices of up to so many entries

@@ -7,9 +7,7 @@ is the first of these trials that has the right size; and so chosen, samples hav
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -22,14 +20,6 @@ from khot import sigmoid_topk
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import fixed_point, philox
 from subsets import assert_frequencies, subsets
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 SEED = torch.tensor(-5)
 F64 = torch.float64

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -17,14 +15,6 @@ from khot import sigmoid_topk
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import fixed_point, order_sampling, philox
 from khot.sampling._designs.pareto import LEAST
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 launch = pytest.importorskip("khot._kernels.triton.launch", reason="Triton is not installed")

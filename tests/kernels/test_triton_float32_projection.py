@@ -3,10 +3,8 @@ blocks and the reference in float64. All tests take rows as short ones, and as l
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import os
 from types import ModuleType
 
 import numpy as np
@@ -17,14 +15,6 @@ from torch import Tensor
 import oracles
 from khot._kernels.reference import permutahedron as reference
 from projection_rows import ROWS, f64, randn, ranks
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 INF, NAN = math.inf, math.nan
 

@@ -4,9 +4,7 @@ held otherwise."""
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
-import os
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -17,14 +15,6 @@ from torch import Tensor
 import oracles
 from agreement import error_in_tau
 from khot._kernels.reference import soft_topk as reference
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "uniform": 2.0, "power": 4 / 3}
 HALVES = [torch.bfloat16, torch.float16]

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 INF, NAN = torch.inf, torch.nan
 # from one chunk and an entry to nine of them: two merged, a third that is alone, all of them full, one entry

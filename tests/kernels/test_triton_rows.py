@@ -5,9 +5,7 @@ The operators' table runs on them too, with KHOT_KERNELS=triton: tests/test_oper
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
 from types import ModuleType
 
 import pytest
@@ -17,14 +15,6 @@ from torch import Tensor
 from khot._kernels import gpu
 from khot._kernels.reference import laplace as scans
 from khot._kernels.reference import magnitude, order_statistics, topk_mask
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 either = pytest.mark.parametrize("where", ["kernels", "split"])
 ACCURACY = {torch.float64: 1e-12, torch.float32: 5e-7}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
-import os
 from types import ModuleType
 
 import pytest
@@ -14,14 +12,6 @@ from torch import Tensor
 from agreement import error_in_tau
 from khot._kernels.reference import soft_topk as reference
 from noted import Launches
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 2.0, "power": 4 / 3}
 every_cdf = pytest.mark.parametrize("cdf", CDFS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from types import ModuleType
 
 import pytest
@@ -12,14 +10,6 @@ import torch
 from budget_rows import CDFS, check_gradients, check_rows, far, numbers, table
 from khot._kernels.reference import soft_budget as reference
 from noted import Launches
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 STEPS = 6  # launches that evaluate
 FORWARD = ("_weigh_budget_parts", "_spend_parts", "_rescue_budgets", "_write_budget_parts")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from types import ModuleType
 
@@ -13,14 +11,6 @@ from torch import Tensor
 
 from khot._core.dispatch import OPERATORS
 from khot._kernels.reference import transport
-
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    # Triton reads this variable at import, so a test cannot set it
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs with TRITON_INTERPRET=1"),
-    # the interpreter computes with NumPy, which warns of infinities; they are intended
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
 
 INF, NAN = torch.inf, torch.nan
 # the interpreter cuts digits off where it stores bfloat16, and a device rounds
