@@ -81,13 +81,13 @@ def state_of(roots: list[nn.Module]) -> dict[str, dict[Any, Any]]:
 
 
 def changes(before: dict[str, dict[Any, Any]], after: dict[str, dict[Any, Any]]) -> set[str]:
-    """Kinds that differ. A new part of a module has a new name, and is else no change."""
-    return {
-        kind
-        for kind in before
-        if (kind == "names" and before[kind].keys() != after[kind].keys())
-        or any(not equal(v, after.get(kind, {}).get(k, None)) for k, v in before[kind].items())
-    }
+    """Kinds that differ. Parts and parameters that have come or gone differ in their names only."""
+    found = {"names"} if before["names"].keys() != after["names"].keys() else set()
+    for kind, values in before.items():
+        now = after.get(kind, {})
+        if any(key in now and not equal(value, now[key]) for key, value in values.items()):
+            found.add(kind)
+    return found
 
 
 def disturb(roots: list[nn.Module], training: bool | None, seed: int) -> None:
@@ -298,7 +298,7 @@ ROWS = [
 
 # how a parametrisation is told from a plain parameter, whichever class it has
 PARAMETRISED = frozenset({"class", "names"})
-PRUNING_MAY = frozenset({"hooks", "gradients", "settings"})
+PRUNING_MAY = frozenset({"hooks"})
 
 
 def pair() -> nn.Module:
@@ -362,7 +362,7 @@ ROWS += [
         "khot.nn.make_permanent",
         on_pair(khot.nn.make_permanent, both),
         PARAMETRISED | {"parameters"},
-        PRUNING_MAY | {"modes", "requires_grad"},  # those of parts that are gone
+        PRUNING_MAY,
     ),
     Row("khot.nn.make_permanent", on_pair(khot.nn.make_permanent), raises=ValueError),
 ]
@@ -453,8 +453,6 @@ ROWS += [
         "khot.transformers.unbalance",
         on_mixtral(khot.transformers.unbalance, khot.transformers.balance),
         frozenset({"class", "names"}),
-        frozenset({"modes", "settings", "hooks"})  # of the balancers, which are gone
-        | {f"buffer {name}" for name in ("bias", "updates", "octave", "counts", "load")},
     ),
     Row("khot.transformers.unbalance", on_mixtral(khot.transformers.unbalance), raises=ValueError),
 ]
@@ -633,6 +631,26 @@ for name in modes.ROWS:
             layer(*(z[..., :-2] if z.is_floating_point() else z for z in inputs_of(name)[:1]), "mask")
 
         ROWS.append(Row(path, on_layer(name, narrow), training=True, raises=Exception, case=f"{name} narrow"))
+
+
+def dropping() -> tuple[list[nn.Module], Callable[[], Any]]:
+    layer, given = khot.nn.TopKAttention(8, 2, 3, tau=0.5, dropout=0.2), torch.randn(5, 2, 8)
+    return [layer], lambda: layer(given, given, given)
+
+
+def jittering() -> tuple[list[nn.Module], Callable[[], Any]]:
+    layer = khot.nn.TopKRouter(D, 4, 2, jitter=0.1, balancer=QuantileBalancer(4, 2, bins=64))
+    given = x()
+    return [layer], lambda: layer(given)
+
+
+RANDOM = frozenset({"random numbers"})
+ROWS += [
+    Row("khot.nn.TopKAttention.forward", dropping, RANDOM, training=True, case="dropout"),
+    Row("khot.nn.TopKAttention.forward", dropping, training=False, case="dropout in eval mode"),
+    Row("khot.nn.TopKRouter.forward", jittering, RANDOM | {"buffer counts"}, training=True, case="jitter"),
+    Row("khot.nn.TopKRouter.forward", jittering, training=False, case="jitter in eval mode"),
+]
 
 METHODS: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "loss": (lambda s: s.loss(*inputs_of("TopKSAE")), set(COUNTED)),

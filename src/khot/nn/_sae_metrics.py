@@ -61,7 +61,8 @@ def unexplained(sae: TopKSAE, activations: Tensor | Iterable[Tensor]) -> Tensor:
 
         Σ ‖x − reconstruction‖² / Σ ‖x − mean‖²
 
-    where the mean is that of these activations. Vectors that were not trained on tell more.
+    where the mean is that of these activations. Vectors that were not trained on tell more. The autoencoder
+    is left as it was, each of its parts in its own mode.
 
     Args:
         sae: the autoencoder.
@@ -115,7 +116,8 @@ def loss_recovered(
 
         (zeroed − reconstructed) / (zeroed − original)
 
-    where these are the losses with zeros, with reconstructions, and with the activations themselves.
+    where these are the losses with zeros, with reconstructions, and with the activations themselves. Model
+    and autoencoder are left as they were, each of their parts in its own mode.
 
     Args:
         model: any module; it is called as ``model(tokens)``, in eval mode.

@@ -172,13 +172,17 @@ class TopKSAE(Grouped, LeftSoft):
         encoder_bias, bias: c, (n,), and b, (in_features,); 0 before the first training batch.
         raw_encoder, raw_decoder, shift: the parameters that ``encoder``, ``decoder`` and ``bias`` are
             computed from: W = 2 · raw_encoder, D_i = lengths_i · raw_decoder_i / ‖raw_decoder_i‖ and
-            b = mean + shift. To set one of the three, assign a tensor, as in ``sae.bias = x.mean(0)``:
-            writing into what they return has no effect. A state dict that has them instead, as that of khot
-            0.1, is read, too.
+            b = mean + shift. To set one of the three, assign a tensor, as in ``sae.bias = x.mean(0)``: what is
+            written into the tensors that they return is lost. The next time that one of the three is read, in
+            a forward pass in eager mode or in ``state_dict()``, there is a warning. On a GPU, and for tensors
+            of more than 4 million numbers, it does not notice what is written through ``.data``, as
+            in ``sae.encoder.data.mul_(2)``, or through NumPy. A state dict that has the three instead of the
+            parameters, as that of khot 0.1, is read, too.
         lengths, mean, centred: buffers: the lengths of D's rows, (n,); the mean of the first training batch,
             (in_features,); and whether there was one, or the bias was assigned, (1,).
         idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. An input uses a
-            latent if a > 0 (with ``signed``, if a ≠ 0) and y > ½.
+            latent if a > 0 (with ``signed``, if a ≠ 0) and y > ½. It may be written to. On a GPU the loss
+            sees what is written through ``.data`` after the next backward pass, and all else at once.
         threshold: with ``batch``, (1,), a buffer, else None: the smallest activation that was selected, as a
             moving mean over the training steps. Its dtype is that of the parameters, but float32 for half
             precision. It is −1 before the first step; until then eval mode selects as train mode does. Every
