@@ -44,7 +44,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 #: Sizes by which rows of 17 entries are long, so that programs share them, with several pieces of everything.
 SHARED: dict[str, dict[str, Any]] = {
-    "layout": {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 64, "WINDOW": 32, "SAMPLE_BLOCK": 2},
+    "layout": {"RESIDENT": 16, "STREAMED": 0, "CHUNK": 16, "PROGRAMS": 32, "WINDOW": 32, "SAMPLE_BLOCK": 2},
     "levels": {"VECTOR": 8, "HELD": 4, "LANES": 4},
     "counts": {"TILE": 16, "LEVELS": 2, "MANY": 2},
     "ranks": {"RANKED": 8, "SHORT": 8, "CHUNK": 16},
