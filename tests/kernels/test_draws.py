@@ -87,28 +87,18 @@ def test_ends_and_rows_that_are_not_numbers() -> None:
         got = torch.ops.khot.order_sample(theta, torch.tensor([k] * 3), SEED)
         assert (got.sum(-1) == k).all()
     assert not torch.ops.khot.order_sample(theta, torch.tensor([2] * 3), SEED)[:2, :2].all(-1).any()
-    for shape in ((0, 4), (3, 0), (2, 0, 3)):
-        empty = torch.zeros(shape, dtype=torch.float64)
-        assert torch.ops.khot.order_sample(empty, torch.zeros(shape[:-1]), SEED).shape == shape
-        assert torch.ops.khot.tournament(empty, SEED).shape == shape
-        assert torch.ops.khot.random_tournament(empty, ORDER, SEED).shape == shape
     for rows_, n in ((0, 4), (3, 0)):
         z, k, which = torch.zeros(rows_, n, dtype=torch.float64), torch.zeros(rows_), torch.arange(rows_)
         assert torch.ops.khot.trials(z, k, which, SEED).shape == (rows_, n)
 
 
-def test_threads_do_not_change_a_bit() -> None:
-    probs = rows(700)[0][:, None].expand(9, 40, 700)
-    k = probs.sum(-1).round()
+def test_threads_do_not_change_a_bit_of_trials() -> None:
+    (probs, k), which = rows(700), torch.arange(9).repeat_interleave(40)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
-            order = torch.ops.khot.order_sample(torch.logit(probs), k, SEED)
-            z, k_ = torch.logit(probs[:, 0]), k[:, 0]
-            trials = torch.ops.khot.trials(z, k_, torch.arange(9).repeat_interleave(40), SEED).view_as(order)
-            shuffled = torch.ops.khot.random_tournament(probs, ORDER, SEED)
-            results.append(torch.stack((order, trials, shuffled, torch.ops.khot.tournament(probs, SEED))))
+            results.append(torch.ops.khot.trials(torch.logit(probs), k, which, SEED))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
