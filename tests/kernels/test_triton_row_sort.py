@@ -70,12 +70,6 @@ def test_rows_in_half_precision(small: ModuleType, dtype: torch.dtype) -> None:
     check(small, rows(50, dtype))
 
 
-def test_rows_in_any_layout(small: ModuleType) -> None:
-    x = rows(40)
-    for each in (x.mT.contiguous().mT, x[::2], x[:, 3:], x[:, ::2], x[:1].expand(3, -1), x.view(3, 3, 40)):
-        check(small, each)
-
-
 def test_runs_that_interleave_in_every_way(small: ModuleType) -> None:
     """Of zeros and ones, of which the first chunk has any number and the second one any: searches that end at
     every entry, among ties alone."""
