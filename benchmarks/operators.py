@@ -52,7 +52,7 @@ def _soft(cdf: str, shape: float = 0.0, output: str = "y") -> Callable[[Tensor, 
 
 
 def _magnitude(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
-    return magnitude.soft_topk_magnitude(x.abs(), k, tau, p)[0] * x.sign()
+    return magnitude.soft_topk_magnitude(x.abs(), k, tau, p, False)[0] * x.sign()
 
 
 CDFS = {

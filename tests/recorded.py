@@ -307,18 +307,17 @@ def _selectable(values: dict[str, Any]) -> None:
 
 def _solve_magnitudes(values: dict[str, Any]) -> None:
     x = _matrix(values, "x", values["x_stride"])
-    name = "magnitude_with_signs" if values["SIGNED"] else "soft_topk_magnitude"
-    y, hi, lo = OPERATORS[name].kernel(x, _number(values, "k"), _number(values, "tau"), values["P"])
+    given = (x, _number(values, "k"), _number(values, "tau"), values["P"], values["SIGNED"])
+    y, hi, lo = OPERATORS["soft_topk_magnitude"].kernel(*given)
     _written(values, out=y, hi=hi, lo=lo)
 
 
 def _pull_magnitudes(values: dict[str, Any]) -> None:
-    name = "magnitude_with_signs" if values["SIGNED"] else "soft_topk_magnitude"
-    dx, dtau = OPERATORS[f"{name}_backward"].kernel(
+    dx, dtau = OPERATORS["soft_topk_magnitude_backward"].kernel(
         _matrix(values, "grad", values["grad_row"], values["grad_column"]),
         _number(values, "grad_lo"),
         _matrix(values, "x", values["x_stride"]), _matrix(values, "y", values["y_stride"]),
-        _number(values, "k"), *_thresholds(values), _number(values, "tau"), values["P"],
+        _number(values, "k"), *_thresholds(values), _number(values, "tau"), values["P"], values["SIGNED"],
     )  # fmt: skip
     _written(values, dx=dx, dtau=dtau)
 

@@ -338,10 +338,10 @@ def checked_operators(group: Any) -> None:
     for op in (ops.reference_total.default, ops.reference_share.default):
         torch.library.opcheck(op, (tau.clone().requires_grad_(), on), test_utils=tests)
     torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
-    args = (x.abs(), k, tau, 1.5, on)
+    args = (x.abs(), k, tau, 1.5, False, on)
     y, hi, lo = ops.reference_soft_topk_magnitude(*args)
     torch.library.opcheck(ops.reference_soft_topk_magnitude.default, args, test_utils=tests)
-    backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, k, hi, lo, tau, 1.5, on)
+    backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, k, hi, lo, tau, 1.5, False, on)
     torch.library.opcheck(ops.reference_soft_topk_magnitude_backward.default, backward, test_utils=tests)
 
 

@@ -219,7 +219,7 @@ def test_subproblem_of_appendix_A6() -> None:
 @pytest.mark.parametrize("tau", [1e-2, 1.0, 700.0, 1e5])
 def test_pooled_value_solves_its_equation_however_small_it_is(p: float, tau: float) -> None:
     s, k = torch.cat((3 + 1e-3 * normal(8, 8), normal(8, 8, seed=1).exp())), 2.0
-    _, hi, lo = torch.ops.khot.soft_topk_magnitude(s, f64(k), f64(tau), p)
+    _, hi, lo = torch.ops.khot.soft_topk_magnitude(s, f64(k), f64(tau), p, False)
     gamma = hi + lo
     Y = ((((s - hi[:, None]) - lo[:, None]) / tau).clamp(min=0)) ** (1 / (p - 1))
     alone = gamma.unsqueeze(-1) <= Y
@@ -241,7 +241,7 @@ def test_pooled_value_of_entries_of_all_sizes() -> None:
         0.0033416748046875,
     ]
     tau = f64([32.060839912207436, 32.0, 31.5, 100.0])
-    _, hi, lo = torch.ops.khot.soft_topk_magnitude(f64([s] * 4), f64(5.0), tau, 1.15)
+    _, hi, lo = torch.ops.khot.soft_topk_magnitude(f64([s] * 4), f64(5.0), tau, 1.15, False)
     for got, t in zip((hi + lo).tolist(), tau.tolist(), strict=True):
         # v + τ v^0.15 = s: v = (s/τ)^(20/3) but for a share of itself far below a digit
         assert got == pytest.approx((0.0005950927734375 / t) ** (1 / (1.15 - 1)), rel=1e-12, abs=0)

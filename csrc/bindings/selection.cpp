@@ -53,8 +53,8 @@ Tensor order_statistics(Tensor x, Tensor k) {
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> magnitudes(const Tensor& s, const Tensor& k, const Tensor& tau, double p,
-                                              bool is_signed) {
+std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tensor tau, double p,
+                                                       bool is_signed) {
   const Sizes batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
   Tensor y = empty(s, s.sizes());
@@ -98,10 +98,9 @@ struct MagnitudeGradients final : MagnitudeBackwardRows {
   void put(int64_t row, double grad_tau) const override { grad_taus[row] = grad_tau; }
 };
 
-std::tuple<Tensor, Tensor> magnitude_gradients(const Tensor& grad, const Tensor& grad_lo, const Tensor& s,
-                                               const Tensor& y, const Tensor& k, const Tensor& hi,
-                                               const Tensor& lo, const Tensor& tau, double p,
-                                               bool is_signed) {
+std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad_lo, Tensor s, Tensor y,
+                                                        Tensor k, Tensor hi, Tensor lo, Tensor tau, double p,
+                                                        bool is_signed) {
   const Sizes batch = batch_of(s);
   const int64_t n = s.size(s.dim() - 1);
   Tensor grad_s = empty(s, s.sizes());
@@ -114,26 +113,6 @@ std::tuple<Tensor, Tensor> magnitude_gradients(const Tensor& grad, const Tensor&
   row_ranges(product(batch), n,
              [&](int64_t begin, int64_t end) { kernels().magnitude_backward(spec, rows, begin, end); });
   return {grad_s, grad_tau};
-}
-
-std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tensor tau, double p) {
-  return magnitudes(s, k, tau, p, false);
-}
-
-std::tuple<Tensor, Tensor, Tensor> magnitude_with_signs(Tensor x, Tensor k, Tensor tau, double p) {
-  return magnitudes(x, k, tau, p, true);
-}
-
-std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad_lo, Tensor s, Tensor y,
-                                                        Tensor k, Tensor hi, Tensor lo, Tensor tau,
-                                                        double p) {
-  return magnitude_gradients(grad, grad_lo, s, y, k, hi, lo, tau, p, false);
-}
-
-std::tuple<Tensor, Tensor> magnitude_with_signs_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor y,
-                                                         Tensor k, Tensor hi, Tensor lo, Tensor tau,
-                                                         double p) {
-  return magnitude_gradients(grad, grad_lo, x, y, k, hi, lo, tau, p, true);
 }
 
 }  // namespace
@@ -150,6 +129,4 @@ STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("order_statistics", TORCH_BOX(&khot::order_statistics));
   m.impl("soft_topk_magnitude", TORCH_BOX(&khot::soft_topk_magnitude));
   m.impl("soft_topk_magnitude_backward", TORCH_BOX(&khot::soft_topk_magnitude_backward));
-  m.impl("magnitude_with_signs", TORCH_BOX(&khot::magnitude_with_signs));
-  m.impl("magnitude_with_signs_backward", TORCH_BOX(&khot::magnitude_with_signs_backward));
 }

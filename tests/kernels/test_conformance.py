@@ -204,16 +204,15 @@ def soft_budget(cdf: str, by: str) -> Kernel:
 
 
 def magnitude(p: float, signs: bool) -> Kernel:
-    name = "magnitude_with_signs" if signs else "soft_topk_magnitude"
-
     def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
         x = a["x"] if signs else a["x"].abs()
-        y, hi, lo = on(name)(x, a["k"], a["tau"], p)
-        grads = on(f"{name}_backward")(a["v"], a["u"], x, y, a["k"], hi, lo, a["tau"], p)
+        y, hi, lo = on("soft_topk_magnitude")(x, a["k"], a["tau"], p, signs)
+        given = a["v"], a["u"], x, y, a["k"], hi, lo, a["tau"], p, signs
+        grads = on("soft_topk_magnitude_backward")(*given)
         return y, hi + lo, *grads
 
     return Kernel(
-        (name, f"{name}_backward"), call, {"x": normal, "v": normal},
+        ("soft_topk_magnitude", "soft_topk_magnitude_backward"), call, {"x": normal, "v": normal},
         {"k": whole, "tau": temperature, "u": sign}, {"x": (NAN,), "k": K, "tau": TAU}, kinds=PLAIN,
         through=True, long=STREAMS,
     )  # fmt: skip

@@ -212,8 +212,8 @@ def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     s = torch.where(x == -INF, x, x.abs())
     k = torch.minimum(torch.floor(k), (s > -INF).sum(-1))
     p = {"logistic": 2.0, "laplace": 2.0, "normal": 1.5, "uniform": 4 / 3, "power": 1.15}[cdf]
-    y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p)
-    want, want_hi, want_lo = magnitude.soft_topk_magnitude(s.double(), k, tau, p)
+    y, hi, lo = torch.ops.khot.soft_topk_magnitude(s, k, tau, p, False)
+    want, want_hi, want_lo = magnitude.soft_topk_magnitude(s.double(), k, tau, p, False)
     eps = torch.finfo(x.dtype).eps
     size = want.abs().nan_to_num(0, 0, 0)
     # Y is the power 1/(p − 1) of the distance from γ
@@ -225,7 +225,7 @@ def selection_excesses(case: Case, g: Generator) -> dict[str, Tensor]:
     found["γ"] = far(gamma, want_gamma) / (1e-11 * want_gamma.abs().clamp(max=1e300) + 1e-300)
 
     grad = torch.randn(x.shape, generator=g).to(x.dtype)
-    rest = (k, want_hi, want_lo, tau, p)
+    rest = (k, want_hi, want_lo, tau, p, False)
     given = want.to(x.dtype)
     got = torch.ops.khot.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)
     true = magnitude.soft_topk_magnitude_backward(grad, torch.zeros_like(k), s, given, *rest)

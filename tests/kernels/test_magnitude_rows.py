@@ -30,8 +30,8 @@ def assert_as_reference(x: Tensor, k: Tensor, tau: Tensor, p: float) -> None:
     """y is rounded once from float64, γ has 11 digits, and gradients those of the dtype."""
     eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny * torch.finfo(x.dtype).eps
     rest = (k.double(), tau.double(), p)
-    y, hi, lo = torch.ops.khot.magnitude_with_signs(x, *rest)
-    want, want_hi, want_lo = reference.magnitude_with_signs(x.double(), *rest)
+    y, hi, lo = torch.ops.khot.soft_topk_magnitude(x, *rest, True)
+    want, want_hi, want_lo = reference.soft_topk_magnitude(x.double(), *rest, True)
     size = want.abs().nan_to_num(0, 0, 0)
     assert torch.equal(y.isnan(), want.isnan())
     error = (y.double() - want.to(x.dtype).double().where(want.to(x.dtype).isinf(), want)).abs()
@@ -45,9 +45,9 @@ def assert_as_reference(x: Tensor, k: Tensor, tau: Tensor, p: float) -> None:
 
     v = normal(*x.shape, seed=3).to(x.dtype)
     zero = torch.zeros_like(want_hi)
-    given = (k.double(), want_hi, want_lo, tau.double(), p)
-    got = torch.ops.khot.magnitude_with_signs_backward(v, zero, x, want.to(x.dtype), *given)
-    true = reference.magnitude_with_signs_backward(
+    given = (k.double(), want_hi, want_lo, tau.double(), p, True)
+    got = torch.ops.khot.soft_topk_magnitude_backward(v, zero, x, want.to(x.dtype), *given)
+    true = reference.soft_topk_magnitude_backward(
         v.double(), zero, x.double(), want.to(x.dtype).double(), *given
     )
     scale = true[0].abs().nan_to_num(0, 0, 0)
@@ -170,5 +170,5 @@ def test_passes_of_the_reference(
 
     monkeypatch.setattr(reference, "guarded", counting)
     x, taus = normal(4, 50).double(), torch.full((4,), tau, dtype=torch.float64)
-    reference.magnitude_with_signs(x, torch.tensor(k, dtype=torch.float64), taus, p)
+    reference.soft_topk_magnitude(x, torch.tensor(k, dtype=torch.float64), taus, p, True)
     assert len(passes) <= most

@@ -104,8 +104,8 @@ def test_digits_of_sizes(
     x, k = rows(n, dtype)
     s, scale = x.abs(), torch.tensor(tau, dtype=torch.float64)
     s[4, ::2] = -torch.inf  # may not be selected
-    got = kernels.soft_topk_magnitude(s, k, scale, p)
-    y, hi, lo = magnitude.soft_topk_magnitude(s.double(), k, scale, p)
+    got = kernels.soft_topk_magnitude(s, k, scale, p, False)
+    y, hi, lo = magnitude.soft_topk_magnitude(s.double(), k, scale, p, False)
     assert error(got[0], y) <= ACCURACY[dtype]
     assert torch.equal(got[1].isnan(), hi.isnan())
     gamma, found_gamma = hi + lo, got[1] + got[2]
@@ -113,8 +113,9 @@ def test_digits_of_sizes(
     assert error((found_gamma / gamma)[near], torch.ones_like(gamma)[near]) <= 10 * ACCURACY[dtype]
     generator = torch.Generator().manual_seed(0)
     v, v_lo = torch.randn(s.shape, generator=generator), torch.randn(11, generator=generator).double()
-    want = magnitude.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, k, hi, lo, scale, p)
-    found = kernels.soft_topk_magnitude_backward(v.to(dtype), v_lo, s, y.to(dtype), k, hi, lo, scale, p)
+    rest = (k, hi, lo, scale, p, False)
+    want = magnitude.soft_topk_magnitude_backward(v.double(), v_lo, s.double(), y, *rest)
+    found = kernels.soft_topk_magnitude_backward(v.to(dtype), v_lo, s, y.to(dtype), *rest)
     for a, b in zip(found, want, strict=True):
         # the slope of w^(q−1) has up to seven times its rounding error
         size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0

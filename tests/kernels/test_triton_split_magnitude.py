@@ -32,16 +32,15 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def check(kernels: ModuleType, x: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool = True) -> None:
     """Forward and backward against the reference in float64."""
-    name = "magnitude_with_signs" if signed else "soft_topk_magnitude"
-    y, *t = getattr(kernels, name)(x, k, tau, p)
-    want, *want_t = getattr(reference, name)(x.double(), k, tau, p)
+    y, *t = kernels.soft_topk_magnitude(x, k, tau, p, signed)
+    want, *want_t = reference.soft_topk_magnitude(x.double(), k, tau, p, signed)
     assert y.dtype == x.dtype and error(y, want) <= 1e-6
     assert torch.equal(t[0].isnan(), want_t[0].isnan())
     generator = torch.Generator().manual_seed(0)
     v, v_lo = torch.randn(x.shape, generator=generator), torch.randn(len(x), generator=generator).double()
-    back = f"{name}_backward"
-    got = getattr(kernels, back)(v, v_lo, x, want.to(x.dtype), k, *want_t, tau, p)
-    true = getattr(reference, back)(v.double(), v_lo, x.double(), want, k, *want_t, tau, p)
+    rest = (k, *want_t, tau, p, signed)
+    got = kernels.soft_topk_magnitude_backward(v, v_lo, x, want.to(x.dtype), *rest)
+    true = reference.soft_topk_magnitude_backward(v.double(), v_lo, x.double(), want, *rest)
     assert error(got[0], true[0]) <= 2e-5
     assert error(got[1], true[1]) <= 1e-4  # a sum of terms of either sign
 
@@ -91,8 +90,7 @@ def test_what_the_sample_misses(split: ModuleType, p: float, bad: float, signed:
     x = torch.randn(2, 33, generator=torch.Generator().manual_seed(0)).abs()
     x[0, 3] = bad
     check(split, x, number(3.0), number(1.0), p, signed)
-    name = "magnitude_with_signs" if signed else "soft_topk_magnitude"
-    y, hi, _ = getattr(split, name)(x, number(3.0), number(1.0), p)
+    y, hi, _ = split.soft_topk_magnitude(x, number(3.0), number(1.0), p, signed)
     assert y[1].isfinite().all()
     if bad != bad:
         assert y[0].isnan().all() and hi[0].isnan()
@@ -109,7 +107,7 @@ def test_ordinary_rows_take_two_evaluations(
     monkeypatch.setattr(larger.layout, "sample", lambda: (1, 16384, 1))
     launches = Launches(larger.split, FORWARD[:3], monkeypatch)
     x = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(3))
-    args = (number(10_000.0), number(1.0), p)
+    args = (number(10_000.0), number(1.0), p, True)
 
     def none(*_: object, **__: object) -> None:
         raise AssertionError("a row was solved by one program")
@@ -117,11 +115,11 @@ def test_ordinary_rows_take_two_evaluations(
     own = larger.split.iterate
     monkeypatch.setattr(larger.split, "iterate", none)
     try:
-        y, *_ = larger.magnitude_with_signs(x, *args)
+        y, *_ = larger.soft_topk_magnitude(x, *args)
     finally:
         monkeypatch.setattr(larger.split, "iterate", own)
     assert launches.given["_finish_parts"]["status"] == [larger.split.DONE.value] * 2
-    assert error(y, reference.magnitude_with_signs(x.double(), *args)[0]) <= 1e-6
+    assert error(y, reference.soft_topk_magnitude(x.double(), *args)[0]) <= 1e-6
 
 
 @pytest.mark.parametrize("p", [2.0, 4 / 3])
@@ -133,9 +131,9 @@ def test_few_pooled_entries_are_gathered(
     launches = Launches(larger.split, FORWARD[:3], monkeypatch)
     x = torch.randn(2, 2000, generator=torch.Generator().manual_seed(4))
     x[1] = x[1].sort().values
-    args = (number(20.0), number(1e-3), p)
-    y, _, _ = larger.magnitude_with_signs(x, *args)
-    assert error(y, reference.magnitude_with_signs(x.double(), *args)[0]) <= 1e-6
+    args = (number(20.0), number(1e-3), p, True)
+    y, _, _ = larger.soft_topk_magnitude(x, *args)
+    assert error(y, reference.soft_topk_magnitude(x.double(), *args)[0]) <= 1e-6
     assert launches.given["_sum_parts"]["status"] == [larger.split.GATHER.value] * 2
     window = launches.given["_finish_parts"]["window_pointer"]
     count = launches.given["_finish_parts"]["state_pointer"][:, larger.split.COUNT.value].int()
@@ -161,8 +159,9 @@ def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Launches(split.split, FORWARD[:3], monkeypatch)
     rest = Launches(split.split_magnitude, (FORWARD[3], *BACKWARD), monkeypatch)
     for tau in (1.0, 1e-5):
-        y, hi, lo = split.magnitude_with_signs(x, number(3.0), number(tau), 2.0)
-        split.magnitude_with_signs_backward(x, number(0.0), x, y, number(3.0), hi, lo, number(tau), 2.0)
+        y, hi, lo = split.soft_topk_magnitude(x, number(3.0), number(tau), 2.0, True)
+        given = (x, number(0.0), x, y, number(3.0), hi, lo, number(tau), 2.0, True)
+        split.soft_topk_magnitude_backward(*given)
         assert noted.given["_finish_parts"]["counter_pointer"].tolist() == [0]
         assert rest.given["_pull_size_parts"]["counter_pointer"].tolist() == [0]
     assert noted.names == [*FORWARD[:3]] * 2 and rest.names == [FORWARD[3], *BACKWARD] * 2

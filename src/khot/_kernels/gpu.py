@@ -25,8 +25,6 @@ KERNELS = (
     "soft_topk_backward",
     "soft_topk_magnitude",
     "soft_topk_magnitude_backward",
-    "magnitude_with_signs",
-    "magnitude_with_signs_backward",
     "topk",
     "topk_mask",
     "order_statistics",

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from khot._core import arguments, rows
-from khot._core.dispatch import Rule, define
+from khot._core.dispatch import Rule, define, gradient
 from khot._core.precision import greatest
 from khot._core.rows import HERE, Row
-from khot._core.ways import by_kernel
 from khot._kernels.reference import magnitude as kernels
 
 __all__ = ["magnitude", "magnitude_with_signs", "rescaled"]
@@ -30,14 +29,14 @@ def magnitude(s: Tensor, k: Tensor, tau: Tensor, p: float, row: Row = HERE) -> t
         k, tau: broadcast with batch; k has integer values.
         row: says whether s is the whole rows or a shard of them.
     """
-    y, hi, lo = _magnitude.on(row.name)(s, k, tau, p)
+    y, hi, lo = _magnitude.on(row.name)(s, k, tau, p, False)
     return y, hi, lo
 
 
 def magnitude_with_signs(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
     """The same of |x|, with the signs of x, in one operator: |x| and the signs are no tensors. The value γ is
     left out."""
-    y: Tensor = _with_signs(x, k, tau, p)[0]
+    y: Tensor = _magnitude(x, k, tau, p, True)[0]
     return y
 
 
@@ -63,77 +62,33 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        s, k, tau, ctx.p = inputs
+        x, k, tau, *ctx.how = inputs
         y, hi, lo = outputs
-        return s, y, k, hi, lo, tau
+        return x, y, k, hi, lo, tau
 
     @staticmethod
     def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None) -> tuple[Any, ...]:
-        s, y, k, hi, lo, tau = ctx.saved_tensors
-        grad, grad_lo = _asked(grad, grad_lo, y, hi)
-        if by_kernel():
-            ds, dtau = _backward.on(ctx.group)(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p)
-        else:
-            ds, dtau = kernels.vjp(grad, grad_lo, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
-        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
-        return ds, None, grad_tau, None
+        x, y, k, hi, lo, tau = ctx.saved_tensors
+        grad = torch.zeros_like(y) if grad is None else grad
+        grad_lo = arguments.unasked(hi) if grad_lo is None else grad_lo
+        dx, dtau = _backward.pull(grad, grad_lo, x, y, k, hi, lo, tau, *ctx.how, group=ctx.group)
+        return dx, None, gradient(ctx, 2, dtau, tau.shape, tau.dtype), None, None
 
     @staticmethod
-    def jvp(ctx: Any, ds: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
-        s, y, k, hi, lo, tau = ctx.saved_tensors
-        dy, dlo = kernels.jvp(ds, dtau, s, y, k, hi, lo, tau, ctx.p, rows.of(ctx.group))
+    def jvp(ctx: Any, dx: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
+        dy, dlo = kernels.jvp(dx, dtau, *ctx.saved_tensors, *ctx.how, rows.of(ctx.group))
         return dy, None, dlo
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
-        s, k, tau, _, *group = inputs
+        x, k, tau, _, signed, *group = inputs
         count = rows.of(*group).count
-        arguments.explain_nan(outputs[1], s, k, tau, integer=True, count=count)
-
-
-class _SignedRule(_Rule):
-    @staticmethod
-    def vjp(ctx: Any, grad: Tensor | None, _: Any, grad_lo: Tensor | None) -> tuple[Any, ...]:
-        x, y, k, hi, lo, tau = ctx.saved_tensors
-        grad, grad_lo = _asked(grad, grad_lo, y, hi)
-        if by_kernel():
-            dx, dtau = _with_signs_backward(grad, grad_lo, x, y, k, hi, lo, tau, ctx.p)
-        else:
-            sign = kernels.signs(x)
-            ds, dtau = kernels.vjp(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
-            dx = ds * sign
-        grad_tau = dtau.sum_to_size(tau.shape).to(tau.dtype) if ctx.needs_input_grad[2] else None
-        return dx, None, grad_tau, None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
-        x, y, k, hi, lo, tau = ctx.saved_tensors
-        sign = kernels.signs(x)
-        ds = None if dx is None else dx * sign
-        dy, dlo = kernels.jvp(ds, dtau, x * sign, y * sign, k, hi, lo, tau, ctx.p, HERE)
-        return dy * sign, None, dlo
-
-    @staticmethod
-    def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
-        x, k, tau, _ = inputs
-        arguments.explain_nan(
-            outputs[1], x, k, tau, integer=True, count=lambda some: torch.full_like(some, x.shape[-1])
-        )
-
-
-def _asked(grad: Tensor | None, grad_lo: Tensor | None, y: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """The incoming gradients, with zeros for what nobody asked for."""
-    return (
-        torch.zeros_like(y) if grad is None else grad,
-        arguments.unasked(hi) if grad_lo is None else grad_lo,
-    )
+        if signed:  # −inf is a size, too
+            count = lambda some: torch.full_like(some, x.shape[-1])  # noqa: E731
+        arguments.explain_nan(outputs[1], x, k, tau, integer=True, count=count)
 
 
 _magnitude = define(
-    "soft_topk_magnitude", kernels.soft_topk_magnitude, "s, s[row] wide, s[row] wide", _Rule, spread=True
+    "soft_topk_magnitude", kernels.soft_topk_magnitude, "x, x[row] wide, x[row] wide", _Rule, spread=True
 )
-_backward = define("soft_topk_magnitude_backward", kernels.soft_topk_magnitude_backward, "s, hi", spread=True)
-_with_signs = define(
-    "magnitude_with_signs", kernels.magnitude_with_signs, "x, x[row] wide, x[row] wide", _SignedRule
-)
-_with_signs_backward = define("magnitude_with_signs_backward", kernels.magnitude_with_signs_backward, "x, hi")
+_backward = define("soft_topk_magnitude_backward", kernels.soft_topk_magnitude_backward, "x, hi", spread=True)

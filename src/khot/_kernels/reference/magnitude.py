@@ -11,20 +11,17 @@ from torch import Tensor
 
 from khot._core import rows
 from khot._core.precision import greatest, large, on, widen
-from khot._core.rows import HERE, Row, Shards
+from khot._core.rows import Row, Shards
 from khot._kernels.reference.guard import guarded, middle
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 from khot._kernels.reference.tiles import some, tiles, two_sum
 
 __all__ = [
     "jvp",
-    "magnitude_with_signs",
-    "magnitude_with_signs_backward",
     "soft_topk_magnitude",
     "signs",
     "soft_topk_magnitude_backward",
     "unpooled",
-    "vjp",
 ]
 
 STEPS = 60  # of safeguarded Newton for γ; up to 10 are common, 25 the most seen (p = 1.15, γ of 1e-30)
@@ -33,7 +30,7 @@ UNPOOLED_STEPS = 12  # Newton converges quadratically from the start: 8 steps ar
 
 
 def soft_topk_magnitude(
-    s: Tensor, k: Tensor, tau: Tensor, p: float, group: str = ""
+    x: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool, group: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Top-k in magnitude of s = |x| ≥ 0: y, and the value γ = hi + lo of the pooled block.
 
@@ -43,21 +40,19 @@ def soft_topk_magnitude(
     is any number between the selected v and the rejected s.
 
     Args:
-        s: (*batch, n); −inf where an entry may not be selected.
+        x: (*batch, n): with ``signed`` any numbers, whose signs y has; otherwise s, with −inf where an entry
+            may not be selected.
         k, tau: broadcast with batch; k has integer values.
         group: the names of the process groups that the rows are spread over; "" for whole rows.
 
     Returns:
-        y, of s's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. They are NaN in rows with a
+        y, of x's shape and dtype; hi and lo (*batch), ±`greatest` where k = 0. They are NaN in rows with a
         NaN, with more than k infinite entries, or with k or τ out of range.
     """
-    return _magnitude(s, k, tau, p, rows.of(group))
-
-
-def magnitude_with_signs(x: Tensor, k: Tensor, tau: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`soft_topk_magnitude` of |x|, with y of the signs of x."""
+    if not signed:
+        return _magnitude(x, k, tau, p, rows.of(group))
     sign = signs(x)
-    y, hi, lo = _magnitude(x * sign, k, tau, p, HERE)
+    y, hi, lo = _magnitude(x * sign, k, tau, p, rows.of(group))
     return (y * sign).contiguous(), hi, lo
 
 
@@ -207,40 +202,6 @@ def _solve_block(
     return two_sum(anchor, lo)
 
 
-def soft_topk_magnitude_backward(
-    grad: Tensor,
-    grad_lo: Tensor,
-    s: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-    group: str = "",
-) -> tuple[Tensor, Tensor]:
-    """The gradients in s and τ."""
-    ds, dtau = vjp(grad, grad_lo, s, y, k, hi, lo, tau, p, rows.of(group))
-    return ds.contiguous(), dtau
-
-
-def magnitude_with_signs_backward(
-    grad: Tensor,
-    grad_lo: Tensor,
-    x: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-) -> tuple[Tensor, Tensor]:
-    """The same in x, of :func:`magnitude_with_signs`."""
-    sign = signs(x)
-    ds, dtau = vjp(grad * sign, grad_lo, x * sign, y * sign, k, hi, lo, tau, p, HERE)
-    return (ds * sign).contiguous(), dtau
-
-
 # ------------------------------------------------------------------------------------ derivatives
 
 
@@ -285,23 +246,29 @@ def _per_pooled(k: Tensor, selected: Tensor, pooled: Tensor, rate: Tensor) -> Te
     return torch.where(empty, 0, 1 / (left + rate).masked_fill(empty, 1))
 
 
-def vjp(
+def soft_topk_magnitude_backward(
     grad: Tensor,
     grad_lo: Tensor,
-    s: Tensor,
+    x: Tensor,
     y: Tensor,
     k: Tensor,
     hi: Tensor,
     lo: Tensor,
     tau: Tensor,
     p: float,
-    row: Row,
+    signed: bool,
+    group: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Reverse mode: the gradients in s and τ, in operations that autograd records. With r = dY/ds in the
-    block:
+    """The gradients in x and τ, differentiable. With r = dY/ds in the block:
 
     dγ = (Σ_block r ds − Σ_block r w dτ) / (k − #alone + Σ_block r)
     """
+    if signed:
+        sign = signs(x)
+        sizes = grad * sign, grad_lo, x * sign, y * sign
+        ds, dtau = soft_topk_magnitude_backward(*sizes, k, hi, lo, tau, p, False, group)
+        return (ds * sign).contiguous(), dtau
+    s, row = x, rows.of(group)
     k, tau = on(hi.device, k), on(hi.device, tau)
     lo, tau = row.share([lo, tau.to(hi.dtype).expand(hi.shape)])
 
@@ -326,25 +293,31 @@ def vjp(
     for part, tile in parts():
         d, v = last if last and tile.shape == s.shape else of(part, tile)
         ds.append((d.own * v + d.rate * (v + share)).to(s.dtype))
-    return torch.cat(ds, -1), -direct - through * moment
+    return torch.cat(ds, -1).contiguous(), -direct - through * moment
 
 
 def jvp(
-    ds: Tensor | None,
+    dx: Tensor | None,
     dtau: Tensor | None,
-    s: Tensor,
+    x: Tensor,
     y: Tensor,
     k: Tensor,
     hi: Tensor,
     lo: Tensor,
     tau: Tensor,
     p: float,
+    signed: bool,
     row: Row,
 ) -> tuple[Tensor, Tensor]:
     """Forward mode: the tangents of y and of lo."""
+    if signed:
+        sign = signs(x)
+        ds = None if dx is None else dx * sign
+        dy, dlo = jvp(ds, dtau, x * sign, y * sign, k, hi, lo, tau, p, False, row)
+        return dy * sign, dlo
     k, tau = on(hi.device, k), on(hi.device, tau)
-    d = _linearize(s, y, hi, lo, tau, p)
-    ds = torch.zeros_like(d.w) if ds is None else ds.to(hi.dtype)
+    d = _linearize(x, y, hi, lo, tau, p)
+    ds = torch.zeros_like(d.w) if dx is None else dx.to(hi.dtype)
     dtau = torch.zeros_like(hi) if dtau is None else dtau.to(hi.dtype).expand(hi.shape)
     dtau = dtau.unsqueeze(-1)
     block = d.rate * (ds - d.w * dtau)

@@ -70,8 +70,6 @@ from khot._kernels.triton.laplace import laplace_count_backward as laplace_count
 from khot._kernels.triton.laplace import laplace_thresholds as laplace_thresholds
 from khot._kernels.triton.laplace import laplace_thresholds_backward as laplace_thresholds_backward
 from khot._kernels.triton.largest import topk as topk
-from khot._kernels.triton.magnitude import magnitude_with_signs as magnitude_with_signs
-from khot._kernels.triton.magnitude import magnitude_with_signs_backward as magnitude_with_signs_backward
 from khot._kernels.triton.magnitude import soft_topk_magnitude as soft_topk_magnitude
 from khot._kernels.triton.magnitude import soft_topk_magnitude_backward as soft_topk_magnitude_backward
 from khot._kernels.triton.mask import topk_mask as topk_mask
@@ -115,8 +113,6 @@ __all__ = [
     "laplace_count_backward",
     "laplace_thresholds",
     "laplace_thresholds_backward",
-    "magnitude_with_signs",
-    "magnitude_with_signs_backward",
     "ndcg_loss",
     "ndcg_loss_backward",
     "order_sample",

@@ -9,7 +9,6 @@ A program holds rows, or streams past one, as in :mod:`.resident`; few very long
 from __future__ import annotations
 
 import functools
-from functools import partial
 
 import torch
 import triton
@@ -216,11 +215,12 @@ def _variants(rows: int, n: int, p: float, signed: bool, fine: bool) -> tuple[Va
     return solver, puller, cdiv(rows, tile.together), power
 
 
-def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """For magnitudes, or for entries with signs."""
+def soft_topk_magnitude(
+    s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`magnitude.soft_topk_magnitude`, in Triton."""
     if s.numel() == 0 or p > 2:  # the kernels solve for an entry by an equation that is convex for p ≤ 2
-        serves = reference.magnitude_with_signs if signed else reference.soft_topk_magnitude
-        return serves(s, k, tau, p)
+        return reference.soft_topk_magnitude(s, k, tau, p, signed)
     batch, n = s.shape[:-1], s.shape[-1]
     y, hi = s.new_empty(s.shape), s.new_empty(batch, dtype=torch.float64)
     lo = torch.empty_like(hi)
@@ -236,11 +236,7 @@ def _solve(s: Tensor, k: Tensor, tau: Tensor, p: float, signed: bool) -> tuple[T
     return y, hi, lo
 
 
-soft_topk_magnitude: partial[tuple[Tensor, Tensor, Tensor]] = partial(_solve, signed=False)
-magnitude_with_signs: partial[tuple[Tensor, Tensor, Tensor]] = partial(_solve, signed=True)
-
-
-def _solve_back(
+def soft_topk_magnitude_backward(
     grad: Tensor,
     grad_lo: Tensor,
     s: Tensor,
@@ -252,10 +248,9 @@ def _solve_back(
     p: float,
     signed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of what :func:`_solve` computes."""
+    """`magnitude.soft_topk_magnitude_backward`, in Triton."""
     if s.numel() == 0 or p > 2:
-        serves = reference.magnitude_with_signs_backward if signed else reference.soft_topk_magnitude_backward
-        return serves(grad, grad_lo, s, y, k, hi, lo, tau, p)
+        return reference.soft_topk_magnitude_backward(grad, grad_lo, s, y, k, hi, lo, tau, p, signed)
     batch, n = s.shape[:-1], s.shape[-1]
     ds, dtau = s.new_empty(s.shape), hi.new_empty(batch)
     rows, fine, source = dtau.numel(), s.dtype == torch.float64, layout.rows(s, n)
@@ -274,7 +269,3 @@ def _solve_back(
     if rest.pointer is None and rest.high == 0:
         native.prepare(_NAMES[signed], source[0], puller, programs, arguments, p, backward=True)
     return ds, dtau
-
-
-soft_topk_magnitude_backward: partial[tuple[Tensor, Tensor]] = partial(_solve_back, signed=False)
-magnitude_with_signs_backward: partial[tuple[Tensor, Tensor]] = partial(_solve_back, signed=True)
