@@ -172,10 +172,10 @@ class TopKSAE(Grouped, LeftSoft):
         encoder_bias, bias: c, (n,), and b, (in_features,); 0 before the first training batch.
         raw_encoder, raw_decoder, shift: the parameters that ``encoder``, ``decoder`` and ``bias`` are
             computed from: W = 2 · raw_encoder, D_i = lengths_i · raw_decoder_i / ‖raw_decoder_i‖ and
-            b = mean + shift. To set one of the three, assign a tensor, as in ``sae.bias = x.mean(0)``: what is
-            written into the tensors that they return is lost. The next time that one of the three is read, in
-            a forward pass in eager mode or in ``state_dict()``, there is a warning. On a GPU, and for tensors
-            of more than 4 million numbers, it does not notice what is written through ``.data``, as
+            b = mean + shift. To set one of the three, assign a tensor, as in ``sae.bias = x.mean(0)``: what
+            is written into the tensors that they return is lost. The next time that one of the three is read,
+            in a forward pass in eager mode or in ``state_dict()``, there is a warning. On a GPU, and for
+            tensors of more than 4 million numbers, it does not notice what is written through ``.data``, as
             in ``sae.encoder.data.mul_(2)``, or through NumPy. A state dict that has the three instead of the
             parameters, as that of khot 0.1, is read, too.
         lengths, mean, centred: buffers: the lengths of D's rows, (n,); the mean of the first training batch,
