@@ -593,7 +593,7 @@ def test_rows_of_every_kind_as_the_reference(engine: str, name: str, on: Engine)
     kernel = KERNELS[name]
     if not kernel.kinds:  # its samples have the reference's law, and are others
         return
-    for n in {"compiled": (1, 7, 20, 300), "triton": (20,)}.get(engine, (37,)):
+    for n in {"compiled": (1, 7, 20, 300), "triton": (20,)}.get(engine, (45,)):
         for dtype in kernel.dtypes[1 if engine == "streamed" else 0 : 2]:  # float64 does not stream
             rows = len(kernel.kinds) * (1 if engine in STREAMS else 2)
             given = drawn(kernel, (rows, n), kernel.kinds, dtype)
