@@ -470,7 +470,6 @@ ELSEWHERE = {
     "assign_pass": "test_assign_pass.py",
     "soft_assign": "test_triton_assign.py",
     "soft_assign_backward": "test_triton_assign.py",
-    "power_blocks": "test_triton_projection.py",
     "ndcg_loss": "test_triton_ranking_losses.py",
     "ndcg_loss_backward": "test_triton_ranking_losses.py",
     "correlation_loss": "test_triton_ranking_losses.py",

@@ -109,34 +109,3 @@ def test_infinite_scores_and_weights(kernels: ModuleType, regularization: str) -
         y = kernels.permutahedron(ranks(4).expand(3, 4), w, f64([1.0, 1e3, 1.0]), regularization)[0]
         assert (y[:2] == INF).all() and y[2, :2].tolist() == [1.0, 0.5]
         torch.testing.assert_close(y[2, 2:].exp(), f64([1.0, 0.0]).softmax(-1), rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("p", [1.2, 3.0])
-def test_the_blocks_of_p_norms_as_the_reference(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, p: float
-) -> None:
-    z, w = (torch.stack(values) for values in zip(*(ROWS[kind](12) for kind in ROWS), strict=True))
-    check_powers(kernels, z, w, f64([0.1, 1.0, 10.0, 0.5, 1.0, 2.0, 20.0, 1.0]), p)
-    monkeypatch.setattr(kernels.power_norms, "WIDTH", 16)  # several chunks
-    check_powers(kernels, z[:2], w[1], f64(3.0), p)
-    check_powers(kernels, z[:1, :1].float(), w[:1, :1], f64(1.0), p)
-
-
-def check_powers(kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor, p: float) -> None:
-    got, want = kernels.power_blocks(z, w, tau, p), reference.power_blocks(z, w, tau, p)
-    for a, b in zip(got[:3], want[:3], strict=True):
-        assert torch.equal(a, b) and a.dtype == b.dtype
-    spread = 1 + (z / tau.unsqueeze(-1)).abs().max().item()
-    torch.testing.assert_close(got[3], want[3], rtol=1e-13, atol=1e-14 * spread)
-
-
-def test_p_norms_of_unusual_rows(kernels: ModuleType) -> None:
-    z = f64([[INF, 1.0, 0.5, -INF, -INF], [NAN, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.1, 0.1, 0.1]])
-    w = f64([3.0, 2.0, 1.0, 0.0, 0.0])
-    _, _, start, v = kernels.power_blocks(z, w, f64([0.5, 0.5, NAN]), 1.5)
-    assert start[0].tolist() == [0, 1, 2, 3, 3]
-    assert v[0, 0].item() == pytest.approx(-math.sqrt(3), rel=1e-15)
-    assert start.min() >= 0 and start.max() < 5
-    for shape in ((0, 5), (3, 0), (1, kernels.power_norms.LONGEST + 1)):  # the reference's
-        x = torch.zeros(shape, dtype=torch.float64)
-        assert [t.shape for t in kernels.power_blocks(x, x, f64(1.0), 1.5)] == [shape] * 4

@@ -141,7 +141,6 @@ def test_what_follows_a_sort_takes_it_as_torchs(
             *kernels.ndcg_loss(rank, (9 * cost).long(), x, None, None),
             *kernels.permutahedron(finite, weights, tau, "l2"),
             *kernels.permutahedron(finite, weights, tau, "kl"),
-            *kernels.power_blocks(finite, weights, tau, 1.5),
         ]  # fmt: skip
 
     sorted_here, calls = results(), []

@@ -62,7 +62,6 @@ KERNELS = (
     "sorted_soft_topk_backward",
     "permutahedron",
     "permutahedron_backward",
-    "power_blocks",
     "ndcg_loss",
     "ndcg_loss_backward",
     "centred_places",

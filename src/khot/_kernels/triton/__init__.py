@@ -77,7 +77,6 @@ from khot._kernels.triton.permutation import soft_permutation as soft_permutatio
 from khot._kernels.triton.permutation import soft_permutation_backward as soft_permutation_backward
 from khot._kernels.triton.places import order_statistics as order_statistics
 from khot._kernels.triton.places import order_statistics_backward as order_statistics_backward
-from khot._kernels.triton.power_norms import power_blocks as power_blocks
 from khot._kernels.triton.projection_ways import permutahedron as permutahedron
 from khot._kernels.triton.projection_ways import permutahedron_backward as permutahedron_backward
 from khot._kernels.triton.ranking_losses import centred_places as centred_places
@@ -122,7 +121,6 @@ __all__ = [
     "permutahedron",
     "permutahedron_backward",
     "pivotal_sample",
-    "power_blocks",
     "quantiles",
     "quantiles_backward",
     "selectable",
