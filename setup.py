@@ -36,14 +36,10 @@ OLDEST_TORCH = "2.10"
 EAGER = os.path.join("csrc", "eager")
 # They take half a minute each, so they are compiled first, beside each other.
 FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "avx2")]
-# Half of each is torch's headers, and what they do for a row is little beside what the kernels do for it. The
-# last is for old processors only.
+# Half of each is torch's headers, and what they do for a row is little beside what the kernels do for it.
 SMALL = [
-    *(
-        os.path.join("csrc", "bindings", f"{name}.cpp")
-        for name in ("assign_pass", "sampling", "soft_budget", "soft_count", "soft_topk")
-    ),
-    os.path.join("csrc", "simd", "sampling_baseline.cpp"),
+    os.path.join("csrc", "bindings", f"{name}.cpp")
+    for name in ("assign_pass", "sampling", "soft_budget", "soft_count", "soft_topk")
 ]
 
 

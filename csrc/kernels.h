@@ -95,28 +95,16 @@ struct BudgetSpec : Spec {
   double slack;  // a budget that differs from the sum of the costs by so much, relative to it, equals it
 };
 
-struct BudgetRows {
-  virtual Row x(int64_t row) const = 0;
+struct BudgetRows : ForwardRows {  // k() is the budget
   virtual Row cost(int64_t row) const = 0;
-  virtual double budget(int64_t row) const = 0;
-  virtual double tau(int64_t row) const = 0;
-  virtual void* out(int64_t row) const = 0;  // of x's dtype
-  virtual void put(int64_t row, Threshold t) const = 0;
 
  protected:
   ~BudgetRows() = default;
 };
 
-struct BudgetBackwardRows {
-  virtual Row x(int64_t row) const = 0;
+struct BudgetBackwardRows : BackwardRows {  // y() is not asked for, and grad_k is that of the budget
   virtual Row cost(int64_t row) const = 0;
-  virtual Row grad(int64_t row) const = 0;
-  virtual double grad_lo(int64_t row) const = 0;
-  virtual double tau(int64_t row) const = 0;
-  virtual Threshold threshold(int64_t row) const = 0;
-  virtual void* grad_x(int64_t row) const = 0;     // of x's dtype
   virtual void* grad_cost(int64_t row) const = 0;  // of the dtype of the costs
-  virtual void put(int64_t row, double grad_budget, double grad_tau) const = 0;
 
  protected:
   ~BudgetBackwardRows() = default;
@@ -172,16 +160,8 @@ struct MagnitudeSpec {
   const Parallel* inside;
 };
 
-struct MagnitudeBackwardRows {
-  virtual Row s(int64_t row) const = 0;
-  virtual Row y(int64_t row) const = 0;
-  virtual Row grad(int64_t row) const = 0;
-  virtual double grad_lo(int64_t row) const = 0;
+struct MagnitudeBackwardRows : BackwardRows {  // y() has x's dtype, and gamma is the threshold
   virtual double k(int64_t row) const = 0;
-  virtual double tau(int64_t row) const = 0;
-  virtual Threshold gamma(int64_t row) const = 0;
-  virtual void* grad_s(int64_t row) const = 0;  // of the dtype of s
-  virtual void put(int64_t row, double grad_tau) const = 0;
 
  protected:
   ~MagnitudeBackwardRows() = default;
@@ -254,8 +234,7 @@ struct Kernels {
 constexpr int64_t kFewUnits = 16, kRowsTogether = 8;
 constexpr int64_t rows_together(int64_t n) { return n <= kFewUnits ? kRowsTogether : 1; }
 
-// The kernels of sampling, one row per call, but for the ones that calibrate. They are a table of their own,
-// so that a change to them does not compile the solvers anew.
+// The kernels of sampling, one row per call, but for the ones that calibrate.
 struct SamplingKernels {
   // The uniforms of one row in the columns first, ..., first + n - 1 (khot/_kernels/reference/philox.py).
   void (*uniform)(uint64_t seed, uint64_t row, uint64_t first, int64_t n, double* out);
@@ -310,13 +289,19 @@ struct Served {
                        void* out);
 };
 
-const Kernels& baseline_kernels();
-const Kernels& avx2_kernels();
-const Kernels& avx512_kernels();
-
-const SamplingKernels& baseline_sampling();
-const SamplingKernels& avx2_sampling();
-const SamplingKernels& avx512_sampling();
+// The copies, of which x86-64 has all and other architectures the first.
+namespace baseline {
+const Kernels& kernels();
+const SamplingKernels& sampling_kernels();
+}  // namespace baseline
+namespace avx2 {
+const Kernels& kernels();
+const SamplingKernels& sampling_kernels();
+}  // namespace avx2
+namespace avx512 {
+const Kernels& kernels();
+const SamplingKernels& sampling_kernels();
+}  // namespace avx512
 
 // The kernels of the best instruction set that the processor has and the environment variable KHOT_KERNELS
 // allows.

@@ -19,11 +19,11 @@ namespace {
 // The levels of each row: its own, the same for every row, or none. What there is for each level is in
 // double; without levels it is in the dtype of the rows.
 struct Levels {
-  const Shape& rows;
+  const SortedShape& rows;
   const bool given;
   const int64_t m;  // their number; without levels, that of the entries
 
-  Levels(const std::optional<Tensor>& levels, const Shape& rows)
+  Levels(const std::optional<Tensor>& levels, const SortedShape& rows)
       : rows(rows), given(levels), m(levels ? levels->size(levels->dim() - 1) : rows.n) {
     if (!given) return;
     const bool shared = levels->dim() == 1;
@@ -46,7 +46,7 @@ struct Levels {
 
 std::tuple<Tensor, Tensor, Tensor> laplace_count(Tensor x, std::optional<Tensor> levels, Tensor tau,
                                                  bool descending) {
-  const Shape shape(x);
+  const SortedShape shape(x);
   const Tensor scores = dense(x, shape.sizes, shape.compute);
   const RowScalars taus(tau, shape.batch);
   const Levels asked(levels, shape);
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> laplace_count(Tensor x, std::optional<Tensor>
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> laplace_thresholds(Tensor x, std::optional<Tensor> levels,
                                                               Tensor tau, bool descending) {
-  const Shape shape(x);
+  const SortedShape shape(x);
   const Tensor scores = dense(x, shape.sizes, shape.compute);
   const RowScalars taus(tau, shape.batch);
   const Levels asked(levels, shape);
@@ -103,7 +103,7 @@ template <class RowOf>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& order,
                                             const std::optional<Tensor>& levels, const Tensor& place,
                                             const Tensor& tau, const RowOf& row_of) {
-  const Shape shape(x);
+  const SortedShape shape(x);
   const Tensor scores = dense(x, shape.sizes, shape.compute);
   const RowScalars taus(tau, shape.batch);
   const Levels asked(levels, shape);
@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor> laplace_thresholds_backward(Tensor grad, Tens
 }
 
 Tensor decay_scan(Tensor w, Tensor g, bool reverse) {
-  const Shape shape(w.dim() >= g.dim() ? w : g);
+  const SortedShape shape(w.dim() >= g.dim() ? w : g);
   const Tensor weights = dense(w, shape.sizes, ScalarType::Double),
                gaps = dense(g, shape.sizes, ScalarType::Double);
   Tensor out = empty(weights, shape.sizes);

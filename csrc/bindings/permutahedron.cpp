@@ -16,17 +16,13 @@ bool is_kl(const std::string& regularization) {
   return regularization == "kl";
 }
 
-ScalarType compute_of(const Tensor& t) {
-  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 // The rows of w for the rows of z: n numbers that all rows share, or a row for each.
 struct Weights {
   bool shared;
   ScalarType compute;
   Tensor dense_rows;
 
-  Weights(const Tensor& w, const Shape& shape)
+  Weights(const Tensor& w, const SortedShape& shape)
       : shared(product(sizes_of(w)) == shape.n && w.dim() > 0 && w.size(w.dim() - 1) == shape.n),
         compute(compute_of(w)),
         dense_rows(dense(w, shared ? sizes_of(w) : shape.sizes, compute)) {}
@@ -35,7 +31,7 @@ struct Weights {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> project(Tensor z, Tensor w, Tensor tau, Text regularization) {
   const bool kl = is_kl(regularization);
-  const Shape shape(z);
+  const SortedShape shape(z);
   const int64_t n = shape.n;
   const Weights weights(w, shape);
   const Tensor scores = dense(z, shape.sizes, shape.compute);
@@ -83,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> project_backward(Tensor grad, Tensor z, Tenso
                                                     Tensor w_order, Tensor start, Text regularization,
                                                     bool want_w) {
   const bool kl = is_kl(regularization);
-  const Shape shape(z);
+  const SortedShape shape(z);
   const int64_t n = shape.n;
   const Weights weights(w, shape);
   const Tensor scores = dense(z, shape.sizes, shape.compute),

@@ -14,12 +14,8 @@
 namespace khot {
 namespace {
 
-Sizes with(Sizes batch, int64_t more) {
-  batch.push_back(more);
-  return batch;
-}
-
 struct Shares final : ShareRows {
+  Shape of;
   int64_t levels, n;
   Rows scores;
   RowScalars taus, highs, lows;
@@ -28,13 +24,14 @@ struct Shares final : ShareRows {
   int64_t row_bytes;
   double *moved = nullptr, *turned = nullptr;  // of each block
 
-  Shares(const Tensor& x, const Tensor& hi, const Tensor& lo, const Tensor& tau, const Sizes& batch)
-      : levels(hi.size(hi.dim() - 1)),
-        n(x.size(x.dim() - 1)),
-        scores(x, batch),
-        taus(tau, batch),
-        highs(hi, with(batch, levels)),
-        lows(lo, with(batch, levels)),
+  Shares(const Tensor& x, const Tensor& hi, const Tensor& lo, const Tensor& tau)
+      : of(x),
+        levels(hi.size(hi.dim() - 1)),
+        n(of.n),
+        scores(x, of.batch),
+        taus(tau, of.batch),
+        highs(hi, of.with(levels)),
+        lows(lo, of.with(levels)),
         row_bytes(n * size_of(scores.dtype())) {}
   Row x(int64_t row) const override { return scores(row); }
   double tau(int64_t row) const override { return taus(row); }
@@ -63,35 +60,34 @@ void share_blocks_out(const Shares& rows, int64_t count, const Serve& serve) {
 }
 
 Tensor permutation_shares(Tensor x, Tensor hi, Tensor lo, Tensor tau, Text cdf, double shape) {
-  const Sizes batch = batch_of(x);
-  Shares rows(x, hi, lo, tau, batch);
+  Shares rows(x, hi, lo, tau);
   const ShareSpec spec = to_spec(cdf, shape, rows);
-  Tensor out = empty(x, with(with(batch, rows.levels - 1), rows.n));
+  Sizes sizes = rows.of.with(rows.levels - 1);
+  sizes.push_back(rows.n);
+  Tensor out = empty(x, sizes);
   rows.out_data = static_cast<char*>(out.mutable_data_ptr());
-  share_blocks_out(rows, product(batch) * share_blocks(rows.n),
+  share_blocks_out(rows, rows.of.rows * share_blocks(rows.n),
                    [&](int64_t begin, int64_t end) { kernels().shares(spec, rows, begin, end, false); });
   return out;
 }
 
 std::tuple<Tensor, Tensor, Tensor> permutation_shares_backward(Tensor grad, Tensor x, Tensor hi, Tensor lo,
                                                                Tensor tau, Text cdf, double shape) {
-  const Sizes batch = batch_of(x);
-  Shares rows(x, hi, lo, tau, batch);
+  Shares rows(x, hi, lo, tau);
   const ShareSpec spec = to_spec(cdf, shape, rows);
-  rows.grads.emplace(grad, with(batch, rows.levels - 1), rows.n);
-  Tensor grad_x = empty(x, x.sizes());
-  Tensor grad_lo = empty(x, with(batch, rows.levels), ScalarType::Double);
-  Tensor grad_tau = empty(x, batch, ScalarType::Double);
+  rows.grads.emplace(grad, rows.of.with(rows.levels - 1), rows.n);
+  Tensor grad_x = empty(x, rows.of.sizes), grad_tau = per_row(x, rows.of);
+  Tensor grad_lo = empty(x, rows.of.with(rows.levels), ScalarType::Double);
   rows.grad_data = static_cast<char*>(grad_x.mutable_data_ptr());
-  const int64_t blocks = share_blocks(rows.n), count = product(batch) * blocks;
+  const int64_t blocks = share_blocks(rows.n), count = rows.of.rows * blocks;
   std::vector<double> moved(count * rows.levels), turned(count);
   rows.moved = moved.data(), rows.turned = turned.data();
   share_blocks_out(rows, count,
                    [&](int64_t begin, int64_t end) { kernels().shares(spec, rows, begin, end, true); });
   // in the order of the blocks, whatever thread did them
-  double *dlo = grad_lo.mutable_data_ptr<double>(), *dtau = grad_tau.mutable_data_ptr<double>();
-  std::fill(dlo, dlo + product(batch) * rows.levels, 0.0);
-  std::fill(dtau, dtau + product(batch), 0.0);
+  double *dlo = numbers_in(grad_lo), *dtau = numbers_in(grad_tau);
+  std::fill(dlo, dlo + rows.of.rows * rows.levels, 0.0);
+  std::fill(dtau, dtau + rows.of.rows, 0.0);
   for (int64_t i = 0; i < count; ++i) {
     double* const row = dlo + i / blocks * rows.levels;
     for (int64_t j = 0; j < rows.levels; ++j) row[j] += moved[i * rows.levels + j];

@@ -43,8 +43,8 @@ Row row_of(const std::optional<Rows>& rows, int64_t row, Dtype dtype) {
   return rows ? (*rows)(row) : Row{nullptr, dtype, 1};
 }
 
-template <class Rows, class Numbers, class Taus>
-struct SelectionRows final : ForwardRows {
+template <class Rows, class Numbers, class Taus, class Interface = ForwardRows>
+struct SelectionRows : Interface {
   SelectionRows(Rows scores, Numbers ks, Taus taus, Results results, double* hi, double* lo)
       : scores(std::move(scores)),
         ks(std::move(ks)),
@@ -65,8 +65,8 @@ struct SelectionRows final : ForwardRows {
   double *hi, *lo;
 };
 
-template <class Rows, class Numbers, class Taus>
-struct GradientRows final : BackwardRows {
+template <class Rows, class Numbers, class Taus, class Interface = BackwardRows>
+struct GradientRows : Interface {
   GradientRows(Dtype dtype, Rows scores, Taus taus, std::optional<Rows> outputs, std::optional<Rows> incoming,
                Numbers incoming_lo, Numbers his, Numbers los, Results results, double* dk, double* dtau)
       : dtype(dtype),
@@ -88,13 +88,14 @@ struct GradientRows final : BackwardRows {
   Threshold threshold(int64_t row) const override { return {his(row), los(row)}; }
   void* grad_x(int64_t row) const override { return results(row); }
   void put(int64_t row, double grad_k, double grad_tau) const override {
-    if (dk != nullptr) dk[row] = grad_k, dtau[row] = grad_tau;
+    if (dk != nullptr) dk[row] = grad_k;
+    if (dtau != nullptr) dtau[row] = grad_tau;
   }
 
   Dtype dtype;  // of the scores
   Rows scores;
   Taus taus;
-  std::optional<Rows> outputs, incoming;  // y in float32; no incoming gradients stand for zeros
+  std::optional<Rows> outputs, incoming;  // y; no incoming gradients stand for zeros
   Numbers incoming_lo, his, los;
   Results results;
   double *dk, *dtau;  // null where they are not wanted

@@ -15,7 +15,7 @@ uint64_t key_of(const Tensor& seed) { return static_cast<uint64_t>(*seed.const_d
 
 Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
   Tensor out = empty(seed, std::vector<int64_t>{rows, n}, ScalarType::Double);
-  double* const data = out.mutable_data_ptr<double>();
+  double* const data = numbers_in(out);
   const uint64_t key = key_of(seed);
   // Long rows are drawn in parts and short rows together: no uniform depends on the others.
   const int64_t parts = (n + kGrain - 1) / kGrain;
@@ -31,8 +31,7 @@ Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
 
 // some(first, count, scratch) for groups of so many rows. They do not depend on the number of threads.
 template <class Some>
-void each_group(const Sizes& batch, int64_t n, int64_t together, const Some& some) {
-  const int64_t rows = product(batch);
+void each_group(int64_t rows, int64_t n, int64_t together, const Some& some) {
   row_ranges((rows + together - 1) / together, together * n, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
     for (int64_t group = begin; group < end; ++group) {
@@ -44,22 +43,28 @@ void each_group(const Sizes& batch, int64_t n, int64_t together, const Some& som
 
 // one(row, scratch) for every row.
 template <class One>
-void each_row(const Sizes& batch, int64_t n, const One& one) {
-  each_group(batch, n, 1, [&](int64_t row, int64_t, double* work) { one(row, work); });
+void each_row(int64_t rows, int64_t n, const One& one) {
+  each_group(rows, n, 1, [&](int64_t row, int64_t, double* work) { one(row, work); });
+}
+
+// Samples of these rows: one(entries, row, n, scratch, out) writes one of them.
+template <class One>
+Tensor sampled(const Tensor& x, const One& one) {
+  const Shape of(x);
+  const Rows rows(x, of.batch);
+  Tensor chosen = empty(x, of.sizes, ScalarType::Bool);
+  bool* const out = chosen.mutable_data_ptr<bool>();
+  each_row(of.rows, of.n,
+           [&](int64_t row, double* work) { one(rows(row), row, of.n, work, out + row * of.n); });
+  return chosen;
 }
 
 Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
-  const Sizes batch = batch_of(theta);
-  const int64_t n = theta.size(theta.dim() - 1);
-  const Rows rows(theta, batch);
-  const RowScalars ks(k, batch);
+  const RowScalars ks(k, Shape(theta).batch);
   const uint64_t key = key_of(seed);
-  Tensor chosen = empty(theta, theta.sizes(), ScalarType::Bool);
-  bool* const out = chosen.mutable_data_ptr<bool>();
-  each_row(batch, n, [&](int64_t row, double* work) {
-    sampling_kernels().order(rows(row), n, ks(row), key, row, work, out + row * n);
+  return sampled(theta, [&](const Row& entries, int64_t row, int64_t n, double* work, bool* out) {
+    sampling_kernels().order(entries, n, ks(row), key, row, work, out);
   });
-  return chosen;
 }
 
 // Writes `value` as 0 or 1 of the given dtype.
@@ -80,15 +85,15 @@ void put(Dtype dtype, void* out, int64_t i, bool value) {
 }
 
 std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least, double tolerance) {
-  const Sizes batch = batch_of(probs);
-  const int64_t n = probs.size(probs.dim() - 1);
-  const Rows rows(probs, batch);
+  const Shape of(probs);
+  const int64_t n = of.n;
+  const Rows rows(probs, of.batch);
   const uint64_t key = key_of(seed);
-  Tensor sample = empty(probs, probs.sizes());
+  Tensor sample = empty(probs, of.sizes);
   Tensor drawn = empty(probs, std::vector<int64_t>{}, ScalarType::Bool);
   void* const out = sample.mutable_data_ptr();
   std::atomic<bool> all{true};
-  each_group(batch, n, rows_together(n), [&](int64_t first, int64_t count, double* work) {
+  each_group(of.rows, n, rows_together(n), [&](int64_t first, int64_t count, double* work) {
     if (!all) return;
     Row group[kRowsTogether];
     for (int64_t j = 0; j < count; ++j) group[j] = rows(first + j);
@@ -106,58 +111,44 @@ std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least
 }
 
 Tensor tournament(Tensor probs, Tensor seed) {
-  const Sizes batch = batch_of(probs);
-  const int64_t n = probs.size(probs.dim() - 1);
-  const Rows rows(probs, batch);
   const uint64_t key = key_of(seed);
-  Tensor chosen = empty(probs, probs.sizes(), ScalarType::Bool);
-  bool* const out = chosen.mutable_data_ptr<bool>();
-  each_row(batch, n, [&](int64_t row, double* work) {
-    sampling_kernels().tournament(rows(row), n, key, row, work, out + row * n);
+  return sampled(probs, [&](const Row& entries, int64_t row, int64_t n, double* work, bool* out) {
+    sampling_kernels().tournament(entries, n, key, row, work, out);
   });
-  return chosen;
 }
 
 Tensor random_tournament(Tensor probs, Tensor order, Tensor seed) {
-  const Sizes batch = batch_of(probs);
-  const int64_t n = probs.size(probs.dim() - 1);
-  const Rows rows(probs, batch);
   const uint64_t shuffle = key_of(order), key = key_of(seed);
-  Tensor chosen = empty(probs, probs.sizes(), ScalarType::Bool);
-  bool* const out = chosen.mutable_data_ptr<bool>();
-  each_row(batch, n, [&](int64_t row, double* work) {
-    sampling_kernels().random_tournament(rows(row), n, shuffle, key, row, work, out + row * n);
+  return sampled(probs, [&](const Row& entries, int64_t row, int64_t n, double* work, bool* out) {
+    sampling_kernels().random_tournament(entries, n, shuffle, key, row, work, out);
   });
-  return chosen;
 }
 
 Tensor trials(Tensor z, Tensor k, Tensor which, Tensor seed) {
-  const Sizes designs = batch_of(z);
-  const int64_t n = z.size(z.dim() - 1), draws = which.numel();
-  const Rows rows(z, designs);
-  const RowScalars ks(k, designs);
+  const Shape of(z);
+  const int64_t n = of.n, draws = which.numel();
+  const Rows rows(z, of.batch);
+  const RowScalars ks(k, of.batch);
   const uint64_t key = key_of(seed);
   const Tensor dense = torch::stable::contiguous(which);
   const int64_t* const design = dense.const_data_ptr<int64_t>();
   Tensor chosen = empty(z, std::vector<int64_t>{draws, n}, ScalarType::Bool);
   bool* const out = chosen.mutable_data_ptr<bool>();
-  each_row({draws}, n, [&](int64_t row, double* work) {
+  each_row(draws, n, [&](int64_t row, double* work) {
     sampling_kernels().trials(rows(design[row]), n, ks(design[row]), key, row, work, out + row * n);
   });
   return chosen;
 }
 
 std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
-  const Sizes batch = batch_of(z);
-  const int64_t n = z.size(z.dim() - 1);
-  const Rows rows(z, batch);
-  Sizes sizes = batch;
-  sizes.push_back(kFrequencies);
-  Tensor period = empty(z, batch), re = empty(z, sizes);
-  Tensor im = empty(z, sizes);
-  double *const N = period.mutable_data_ptr<double>(), *const x = re.mutable_data_ptr<double>();
-  double* const y = im.mutable_data_ptr<double>();
-  each_row(batch, n, [&](int64_t row, double* work) {
+  const Shape of(z);
+  const int64_t n = of.n;
+  const Rows rows(z, of.batch);
+  Tensor period = empty(z, of.batch), re = empty(z, of.with(kFrequencies));
+  Tensor im = empty(z, of.with(kFrequencies));
+  double *const N = numbers_in(period), *const x = numbers_in(re);
+  double* const y = numbers_in(im);
+  each_row(of.rows, n, [&](int64_t row, double* work) {
     N[row] =
         sampling_kernels().characteristic(rows(row), n, work, x + row * kFrequencies, y + row * kFrequencies);
   });
@@ -165,28 +156,28 @@ std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> inclusion(Tensor z, Tensor k) {
-  const Sizes batch = batch_of(z);
-  const int64_t n = z.size(z.dim() - 1);
-  const Rows rows(z, batch);
-  const RowScalars ks(k, batch);
-  Tensor prob = empty(z, batch), pi = empty(z, z.sizes());
-  Tensor out = empty(z, z.sizes());
-  double *const total = prob.mutable_data_ptr<double>(), *const x = pi.mutable_data_ptr<double>();
-  double* const y = out.mutable_data_ptr<double>();
-  each_row(batch, n, [&](int64_t row, double* work) {
+  const Shape of(z);
+  const int64_t n = of.n;
+  const Rows rows(z, of.batch);
+  const RowScalars ks(k, of.batch);
+  Tensor prob = empty(z, of.batch), pi = empty(z, of.sizes);
+  Tensor out = empty(z, of.sizes);
+  double *const total = numbers_in(prob), *const x = numbers_in(pi);
+  double* const y = numbers_in(out);
+  each_row(of.rows, n, [&](int64_t row, double* work) {
     total[row] = sampling_kernels().inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
   });
   return {prob, pi, out};
 }
 
 Tensor covariance(Tensor z, Tensor k, Tensor u) {
-  const Sizes batch = batch_of(z);
-  const int64_t n = z.size(z.dim() - 1);
-  const Rows rows(z, batch), vectors(u, batch);
-  const RowScalars ks(k, batch);
-  Tensor result = empty(z, z.sizes());
-  double* const out = result.mutable_data_ptr<double>();
-  each_row(batch, n, [&](int64_t row, double* work) {
+  const Shape of(z);
+  const int64_t n = of.n;
+  const Rows rows(z, of.batch), vectors(u, of.batch);
+  const RowScalars ks(k, of.batch);
+  Tensor result = empty(z, of.sizes);
+  double* const out = numbers_in(result);
+  each_row(of.rows, n, [&](int64_t row, double* work) {
     sampling_kernels().covariance(rows(row), vectors(row), n, ks(row), work, out + row * n);
   });
   return result;
@@ -203,13 +194,13 @@ struct Goals {
 };
 
 std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
-  const Sizes batch = batch_of(goal);
-  const int64_t n = goal.size(goal.dim() - 1);
-  const Rows rows(goal, batch);
-  const RowScalars ks(k, batch);
-  Tensor theta = empty(goal, goal.sizes()), iterations = empty(goal, batch);
-  double *const out = theta.mutable_data_ptr<double>(), *const count = iterations.mutable_data_ptr<double>();
-  each_group(batch, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
+  const Shape of(goal);
+  const int64_t n = of.n;
+  const Rows rows(goal, of.batch);
+  const RowScalars ks(k, of.batch);
+  Tensor theta = empty(goal, of.sizes), iterations = empty(goal, of.batch);
+  double *const out = numbers_in(theta), *const count = numbers_in(iterations);
+  each_group(of.rows, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
     const Goals goals(rows, ks, first, some);
     sampling_kernels().calibrate(goals.row, goals.k, some, n, work, out + first * n, count + first);
   });
@@ -217,26 +208,26 @@ std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
 }
 
 std::tuple<Tensor, Tensor> order_inclusion(Tensor z, Tensor k) {
-  const Sizes batch = batch_of(z);
-  const int64_t n = z.size(z.dim() - 1);
-  const Rows rows(z, batch);
-  const RowScalars ks(k, batch);
-  Tensor pi = empty(z, z.sizes()), out = empty(z, z.sizes());
-  double *const x = pi.mutable_data_ptr<double>(), *const y = out.mutable_data_ptr<double>();
-  each_row(batch, n, [&](int64_t row, double* work) {
+  const Shape of(z);
+  const int64_t n = of.n;
+  const Rows rows(z, of.batch);
+  const RowScalars ks(k, of.batch);
+  Tensor pi = empty(z, of.sizes), out = empty(z, of.sizes);
+  double *const x = numbers_in(pi), *const y = numbers_in(out);
+  each_row(of.rows, n, [&](int64_t row, double* work) {
     sampling_kernels().order_inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
   });
   return {pi, out};
 }
 
 Tensor order_calibrate(Tensor goal, Tensor k) {
-  const Sizes batch = batch_of(goal);
-  const int64_t n = goal.size(goal.dim() - 1);
-  const Rows rows(goal, batch);
-  const RowScalars ks(k, batch);
-  Tensor theta = empty(goal, goal.sizes());
-  double* const out = theta.mutable_data_ptr<double>();
-  each_group(batch, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
+  const Shape of(goal);
+  const int64_t n = of.n;
+  const Rows rows(goal, of.batch);
+  const RowScalars ks(k, of.batch);
+  Tensor theta = empty(goal, of.sizes);
+  double* const out = numbers_in(theta);
+  each_group(of.rows, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
     const Goals goals(rows, ks, first, some);
     sampling_kernels().order_calibrate(goals.row, goals.k, some, n, work, out + first * n, nullptr);
   });

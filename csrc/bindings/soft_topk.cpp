@@ -22,48 +22,43 @@ Spec to_spec(const std::string& cdf, double shape, const std::string& output, in
 
 std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, Text cdf, double shape,
                                              Text output) {
-  const Sizes batch = batch_of(x);
-  const int64_t n = x.size(x.dim() - 1);
-  const Spec spec = to_spec(cdf, shape, output, n);
-  Sizes out_sizes = batch;
-  out_sizes.push_back(spec.output == Output::kThreshold ? 0 : n);
-  Tensor out = empty(x, out_sizes);
-  Tensor hi = empty(x, batch, ScalarType::Double);
-  Tensor lo = empty(x, batch, ScalarType::Double);
+  const Shape of(x);
+  const Sizes& batch = of.batch;
+  const Spec spec = to_spec(cdf, shape, output, of.n);
+  Tensor out = empty(x, of.with(spec.output == Output::kThreshold ? 0 : of.n));
+  Tensor hi = per_row(x, of), lo = per_row(x, of);
 
-  if (n == 0) {  // there is nothing to select from, so that only k = 0 can be met
+  if (of.n == 0) {  // there is nothing to select from, so that only k = 0 can be met
     const RowScalars ks(k, batch);
-    double *h = hi.mutable_data_ptr<double>(), *l = lo.mutable_data_ptr<double>();
-    for (int64_t row = 0; row < product(batch); ++row) {
+    double *h = numbers_in(hi), *l = numbers_in(lo);
+    for (int64_t row = 0; row < of.rows; ++row) {
       h[row] = l[row] = ks(row) == 0 ? std::numeric_limits<double>::max() : std::nan("");
     }
     return {out, hi, lo};
   }
   const SelectionRows rows(Rows(x, batch), RowScalars(k, batch), Invertible<RowScalars>{{tau, batch}},
-                           results_in(out), hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
-  forward_rows(spec, rows, product(batch));
+                           results_in(out), numbers_in(hi), numbers_in(lo));
+  forward_rows(spec, rows, of.rows);
   return {out, hi, lo};
 }
 
 std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi,
                                                       Tensor lo, Tensor tau, Text cdf, double shape,
                                                       Text output, std::optional<Tensor> y) {
-  const Sizes batch = batch_of(x);
-  const int64_t n = x.size(x.dim() - 1);
-  const Spec spec = to_spec(cdf, shape, output, n);
-  Tensor grad_x = empty(x, x.sizes());
-  Tensor grad_k = empty(hi, batch);
-  Tensor grad_tau = empty(hi, batch);
+  const Shape of(x);
+  const Sizes& batch = of.batch;
+  const Spec spec = to_spec(cdf, shape, output, of.n);
+  Tensor grad_x = empty(x, of.sizes), grad_k = empty(hi, batch), grad_tau = empty(hi, batch);
 
-  if (n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
+  if (of.n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
   const Rows scores(x, batch);
   std::optional<Rows> outputs;
   if (y && y->scalar_type() == ScalarType::Float) outputs.emplace(*y, batch);
   const GradientRows rows(scores.dtype(), scores, Invertible<RowScalars>{{tau, batch}}, outputs,
                           std::optional<Rows>(std::in_place, grad, batch), RowScalars(grad_lo, batch),
                           RowScalars(hi, batch), RowScalars(lo, batch), results_in(grad_x),
-                          grad_k.mutable_data_ptr<double>(), grad_tau.mutable_data_ptr<double>());
-  backward_rows(spec, rows, product(batch));
+                          numbers_in(grad_k), numbers_in(grad_tau));
+  backward_rows(spec, rows, of.rows);
   return {grad_x, grad_k, grad_tau};
 }
 

@@ -10,11 +10,6 @@ namespace khot {
 
 constexpr int64_t kGrain = 1 << 13;  // the number of entries that are worth waking a thread for
 
-inline Sizes sizes_of(const Tensor& t) {
-  const auto sizes = t.sizes();
-  return {sizes.begin(), sizes.end()};
-}
-
 // t in the given dtype, broadcast to the sizes and contiguous.
 inline Tensor dense(const Tensor& t, const Sizes& sizes, ScalarType dtype) {
   if (t.scalar_type() == dtype && t.is_contiguous() && sizes_of(t) == sizes) return t;
@@ -23,21 +18,15 @@ inline Tensor dense(const Tensor& t, const Sizes& sizes, ScalarType dtype) {
   return out;
 }
 
-struct Shape {
-  Sizes sizes, batch;
-  int64_t rows = 1, n;
+inline ScalarType compute_of(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+struct SortedShape : Shape {
   ScalarType compute;  // float32 for half precision
 
-  explicit Shape(const Tensor& x) : sizes(sizes_of(x)), batch(sizes), n(sizes.back()) {
-    batch.pop_back();
-    for (int64_t size : batch) rows *= size;
-    compute = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  explicit SortedShape(const Tensor& x) : Shape(x), compute(compute_of(x)) {
     STD_TORCH_CHECK(n < std::numeric_limits<int32_t>::max(), "khot: rows must be shorter than 2^31");
-  }
-  Sizes with(int64_t m) const {
-    Sizes result = batch;
-    result.push_back(m);
-    return result;
   }
   // serve(workspace, row) for all rows. Each thread has its own workspace.
   template <class R, class Serve>

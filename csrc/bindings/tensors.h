@@ -75,11 +75,33 @@ class Offsets {
   bool even_ = true;
 };
 
-inline Sizes batch_of(const Tensor& x) {
-  const auto sizes = x.sizes();
-  STD_TORCH_CHECK(sizes.size() > 0, "khot: scores need a dimension");
-  return {sizes.begin(), sizes.end() - 1};
+inline Sizes sizes_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return {sizes.begin(), sizes.end()};
 }
+
+inline int64_t product(const Sizes& sizes) {
+  int64_t result = 1;
+  for (int64_t size : sizes) result *= size;
+  return result;
+}
+
+// The rows of a tensor: the sizes of their batch, how many they are, and how many entries each has.
+struct Shape {
+  Sizes sizes, batch;
+  int64_t rows, n;
+
+  explicit Shape(const Tensor& x) : sizes(sizes_of(x)), batch(sizes) {
+    STD_TORCH_CHECK(sizes.size() > 0, "khot: scores need a dimension");
+    batch.pop_back();
+    rows = product(batch), n = sizes.back();
+  }
+  Sizes with(int64_t m) const {
+    Sizes result = batch;
+    result.push_back(m);
+    return result;
+  }
+};
 
 // The rows of a tensor that broadcasts with shape (*batch, n); it has a dimension of n or 1 entries.
 class Rows {
@@ -138,10 +160,10 @@ inline Results results_in(Tensor& out) {
           out.size(out.dim() - 1) * size_of(to_dtype(out.scalar_type()))};
 }
 
-inline int64_t product(const Sizes& sizes) {
-  int64_t result = 1;
-  for (int64_t size : sizes) result *= size;
-  return result;
+// A number in double for each row, where results go.
+inline Tensor per_row(const Tensor& x, const Shape& shape) {
+  return empty(x, shape.batch, ScalarType::Double);
 }
+inline double* numbers_in(Tensor& t) { return t.mutable_data_ptr<double>(); }
 
 }  // namespace khot

@@ -58,8 +58,8 @@ void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int
   const BlockCdf careful(F);
   auto one = [&](int64_t i) {
     Threshold t;
-    budget_row<kByValue>(spec, F, careful, rows.x(i), rows.cost(i), rows.budget(i), rows.tau(i), rows.out(i),
-                         goal, t);
+    budget_row<kByValue>(spec, F, careful, rows.x(i), rows.cost(i), rows.k(i), rows.tau(i), rows.out(i), goal,
+                         t);
     rows.put(i, t);
   };
   if constexpr (LaneBudget<C, kByValue>::serves) {

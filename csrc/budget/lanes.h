@@ -45,7 +45,7 @@ class BudgetTile : public LaneTile<Cost<kByValue>> {
       const double sum = static_cast<double>(total.whole[j]) + total.lost[j];
       const int power = good[j] ? -std::ilogb(sum / n_) : 0;
       unit_[j] = std::ldexp(1.0f, power);
-      const double budget = given_[j] = rows.budget(first + j) * unit_[j], all = sum * unit_[j];
+      const double budget = given_[j] = rows.k(first + j) * unit_[j], all = sum * unit_[j];
       goal_[j] = static_cast<float>(budget), goal_low_[j] = static_cast<float>(budget - goal_[j]);
       total_[j] = static_cast<float>(all);
       odds_[j] = static_cast<float>(budget / (all - budget));

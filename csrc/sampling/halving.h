@@ -12,7 +12,7 @@
 namespace khot::KHOT_ISA {
 
 // As in the reference.
-constexpr double kWhole = 4;  // the variance up to which whole draws are tried
+constexpr double kWholeDraws = 4;  // the variance up to which whole draws are tried
 constexpr int kBuckets = 64;  // of logits, kFine to a unit, in whose order units go to the two halves in turn
 constexpr double kFine = 4;
 
@@ -79,7 +79,7 @@ inline void trials_row(const Row& logits, int64_t n, double k, uint64_t seed, ui
   };
   for (int64_t m = n;;) {
     const Trials all = centred(z, m, k, work);
-    if (all.variance <= kWhole) {
+    if (all.variance <= kWholeDraws) {
       attempts.until([&](int64_t size) { return static_cast<double>(size) == k ? 1.0 : 0.0; }, all.p, m, hit);
       return choose(units, m);
     }

@@ -314,16 +314,16 @@ inline void magnitude_backward(const MagnitudeSpec& spec, const MagnitudeBackwar
                                int64_t end) {
   const auto one = [&](int64_t i, auto exponent) {
     constexpr int e = decltype(exponent)::value;
-    const Magnitude m{rows.k(i), rows.tau(i), spec.p, spec.is_signed, rows.gamma(i)};
-    const Row grad = rows.grad(i), s = rows.s(i), y = rows.y(i);
+    const Magnitude m{rows.k(i), rows.tau(i), spec.p, spec.is_signed, rows.threshold(i)};
+    const Row grad = rows.grad(i), s = rows.x(i), y = rows.y(i);
     if constexpr (e != 0) {
       if (serves_backward(m.gamma, m.tau)) {
         const MagnitudeBackwardRow<e> row(m);
-        return rows.put(i, row.run(grad, rows.grad_lo(i), s, y, spec.n, rows.grad_s(i)));
+        return rows.put(i, 0, row.run(grad, rows.grad_lo(i), s, y, spec.n, rows.grad_x(i)));
       }
     }
     const auto careful = [&](const auto& power) {
-      rows.put(i, careful_backward(grad, rows.grad_lo(i), s, y, spec.n, m, power, rows.grad_s(i)));
+      rows.put(i, 0, careful_backward(grad, rows.grad_lo(i), s, y, spec.n, m, power, rows.grad_x(i)));
     };
     Linear::serves(m) && !std::isnan(m.gamma.hi) ? careful(Linear(m.tau)) : careful(Exponent(m.p));
   };
@@ -338,7 +338,7 @@ inline void magnitude_backward(const MagnitudeSpec& spec, const MagnitudeBackwar
     for (int64_t i = begin; i < end; ++i) alone(i);
   };
   const int e = Exponent(spec.p).whole;
-  const bool in_float = begin < end && spec.n > 0 && rows.s(begin).dtype != Dtype::kDouble;
+  const bool in_float = begin < end && spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble;
   if (in_float && e == 1) return all(std::integral_constant<int, 1>());
   if (in_float && e == 3) return all(std::integral_constant<int, 3>());
   all(std::integral_constant<int, 0>());

@@ -205,12 +205,12 @@ class MagnitudeBackwardLanes {
   // j are right.
   void run(const MagnitudeSpec& spec, const MagnitudeBackwardRows& rows, int64_t first, bool* done) {
     const int n = static_cast<int>(spec.n);
-    gather([&](int j) { return rows.s(first + j); }, n, rows_, x_);
+    gather([&](int j) { return rows.x(first + j); }, n, rows_, x_);
     gather([&](int j) { return rows.y(first + j); }, n, rows_, kept_);
     gather([&](int j) { return rows.grad(first + j); }, n, rows_, grad_);
     Doubles k{}, hi{}, lo{}, tau{}, grad_lo{};
     for (int j = 0; j < width; ++j) {
-      const Threshold gamma = rows.gamma(first + j);
+      const Threshold gamma = rows.threshold(first + j);
       const double own_tau = rows.tau(first + j);
       done[j] = serves_backward(gamma, own_tau);
       k.set(j, rows.k(first + j)), grad_lo.set(j, rows.grad_lo(first + j));
@@ -231,9 +231,9 @@ class MagnitudeBackwardLanes {
       *kept = slopes.gradient(*kept, *column(x_, i), *column(grad_, i), shift);
     }
     for (int j = 0; j < width; ++j) {
-      if (done[j]) rows.put(first + j, grad_tau[j]);
+      if (done[j]) rows.put(first + j, 0, grad_tau[j]);
     }
-    scatter([&](int j) { return rows.grad_s(first + j); }, rows.s(first).dtype, n, rows_, kept_);
+    scatter([&](int j) { return rows.grad_x(first + j); }, rows.x(first).dtype, n, rows_, kept_);
   }
 
  private:

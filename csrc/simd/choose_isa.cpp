@@ -34,17 +34,18 @@ const Table& chosen(const Table& (*avx512)(), const Table& (*avx2)(), const Tabl
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels& table = chosen(avx512_kernels, avx2_kernels, baseline_kernels);
+  static const Kernels& table = chosen(avx512::kernels, avx2::kernels, baseline::kernels);
   return table;
 }
 
 const SamplingKernels& sampling_kernels() {
-  static const SamplingKernels& table = chosen(avx512_sampling, avx2_sampling, baseline_sampling);
+  static const SamplingKernels& table =
+      chosen(avx512::sampling_kernels, avx2::sampling_kernels, baseline::sampling_kernels);
   return table;
 }
 #else
-const Kernels& kernels() { return baseline_kernels(); }
-const SamplingKernels& sampling_kernels() { return baseline_sampling(); }
+const Kernels& kernels() { return baseline::kernels(); }
+const SamplingKernels& sampling_kernels() { return baseline::sampling_kernels(); }
 #endif
 
 void unknown_cdf(Cdf cdf) {

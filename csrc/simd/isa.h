@@ -1,5 +1,5 @@
-// Every kernel but those of sampling, compiled for one instruction set. Each isa_*.cpp includes this file
-// once, after it has chosen its instruction set and defined KHOT_ISA and KHOT_VECTOR_BYTES.
+// Every kernel, compiled for one instruction set. Each isa_*.cpp includes this file once, after it has chosen
+// its instruction set and defined KHOT_ISA, KHOT_NAME and KHOT_VECTOR_BYTES.
 #pragma once
 
 #include "assign/pass.h"
@@ -8,6 +8,13 @@
 #include "counting/count.h"
 #include "kernels.h"
 #include "permutation/shares.h"
+#include "sampling/calibrate.h"
+#include "sampling/draws.h"
+#include "sampling/few.h"
+#include "sampling/halving.h"
+#include "sampling/order.h"
+#include "sampling/philox.h"
+#include "sampling/poisson_binomial.h"
 #include "selection/largest.h"
 #include "selection/magnitude.h"
 #include "selection/mask.h"
@@ -17,9 +24,19 @@
 
 namespace khot::KHOT_ISA {
 
-constexpr Kernels table(const char* name) {
-  return {name,   forward,     backward,  budget, budget_backward,  soft_count, soft_count_backward,
-          shares, assign_rows, topk_mask, topk,   order_statistics, magnitude,  magnitude_backward};
+const Kernels& kernels() {
+  static constexpr Kernels table{
+      KHOT_NAME, forward,     backward,  budget, budget_backward,  soft_count, soft_count_backward,
+      shares,    assign_rows, topk_mask, topk,   order_statistics, magnitude,  magnitude_backward};
+  return table;
+}
+
+const SamplingKernels& sampling_kernels() {
+  static constexpr SamplingKernels table{
+      uniform_row,         order_row,           pareto_rows,   tournament_row, random_tournament_row,
+      trials_row,          characteristic_row,  inclusion_row, covariance_row, calibrate_rows<false>,
+      order_inclusion_row, calibrate_rows<true>};
+  return table;
 }
 
 }  // namespace khot::KHOT_ISA
