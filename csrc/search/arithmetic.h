@@ -13,6 +13,7 @@ struct ScalarArithmetic {
   using Real = double;
   using Value = double;
   using Mask = bool;
+  static constexpr Real kInfinite = kInf<Real>;
   static Value splat(double v) { return v; }
   static Mask none() { return false; }
   static Mask otherwise(Mask m) { return !m; }
@@ -31,6 +32,7 @@ struct LaneArithmetic {
   using Real = float;
   using Value = VecF;
   using Mask = IntF;
+  static constexpr Real kInfinite = kInf<Real>;
   static KHOT_INLINE Value splat(float v) { return khot::KHOT_ISA::splat(v); }
   static KHOT_INLINE Mask none() { return Mask{}; }
   static KHOT_INLINE Mask otherwise(Mask m) { return ~m; }

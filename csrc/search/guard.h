@@ -24,7 +24,9 @@ class Guard {
 
  private:
   static KHOT_APART Mask stalls(Value width, Value last_width, Value miss, Value last_miss) {
-    return (width > A::splat(0.5) * last_width) & (miss > A::splat(0.125) * last_miss);
+    // an infinite miss has not become smaller, although it is no more than an eighth of another
+    const Mask misses = (miss > A::splat(0.125) * last_miss) | (miss == A::splat(A::kInfinite));
+    return (width > A::splat(0.5) * last_width) & misses;
   }
 
   int trials_ = 0;

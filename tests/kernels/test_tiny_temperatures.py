@@ -143,6 +143,30 @@ def test_a_budget_pays_for_the_best_entries(engine: Any, name: str, dtype: torch
             assert not any(grad.isnan().any() for grad in grads), (tau, grads)
 
 
+@every_engine
+@every_cdf
+@pytest.mark.parametrize("tau", [1e-180, 1e-200, 1e-300])
+def test_a_budget_pays_for_the_best_of_many_entries(engine: Any, name: str, tau: float) -> None:
+    """Their scores lie at distances of all sizes, so that steps from one to the next do not get far. Where
+    even logarithms of F overflow, a trial tells only on which side of it the threshold is."""
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        n, scale = 1500, 10.0 ** float(torch.randint(0, 120, (), generator=g))
+        size = 10 ** (-20 * torch.rand(4, n, generator=g, dtype=torch.float64))
+        x = scale * size * torch.randn(4, n, generator=g, dtype=torch.float64)
+        w = torch.randint(1, 5, (4, n), generator=g).double()
+        order = x.argsort(-1, descending=True)
+        costs = w.gather(-1, order)
+        before = costs.cumsum(-1) - costs
+        last = torch.randint(1, n, (4, 1), generator=g)
+        for part in (0.0, 0.3):
+            budget = (before + part * costs).gather(-1, last)
+            paid = ((budget - before) / costs).clamp(0, 1)
+            want = torch.zeros_like(paid).scatter(-1, order, paid)
+            y, _, _ = engine.soft_budget(x, w, budget.squeeze(-1), *numbers(tau), *CDFS[name], "score", False)
+            assert (y - want).abs().max() <= 1e-12, (seed, part)
+
+
 @every_cdf
 def test_equal_scores_and_ties_in_few_passes(name: str) -> None:
     x = torch.randn(3, 20, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
