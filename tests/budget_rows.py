@@ -22,10 +22,15 @@ __all__ = [
     "check_gap_shares",
     "check_gradients",
     "check_rows",
+    "check_slack",
     "check_spend",
+    "check_sums",
     "far",
     "gaps",
+    "mask_share",
     "numbers",
+    "soft_share",
+    "sums",
     "table",
 ]
 
@@ -151,6 +156,81 @@ def check_gradients(
             fits = ~b.to(a.dtype).isinf()  # a finite gradient of float64 may be infinite in float32
             excess = ((far(a, b) / (relative * unit)).masked_fill(~fits, 0)).reshape(len(x), -1).amax(-1)
             assert (excess <= 1)[~kinked].all(), name
+
+
+# -------------------------------------------------------------------------------------- rounded budgets
+
+PRICES = {
+    "any": lambda n, g: torch.rand(n, generator=g, dtype=torch.float64),
+    "six decades": lambda n, g: 10 ** (6 * torch.rand(n, generator=g, dtype=torch.float64) - 6),
+    "tenths": lambda n, g: torch.full((n,), 0.1, dtype=torch.float64),
+    "equal shares": lambda n, g: torch.full((n,), 1 / n, dtype=torch.float64),
+    "softmax": lambda n, g: (3 * torch.randn(n, generator=g, dtype=torch.float64)).softmax(-1),
+}
+
+
+def sums(w: Tensor) -> dict[str, Tensor]:
+    """The sum of costs as users add them in the costs' own dtype."""
+    half = w.shape[-1] // 2
+    found = {
+        "at once": w.sum(-1),
+        "from the end": w.flip(-1).sum(-1),
+        "two halves": w[..., :half].sum(-1) + w[..., half:].sum(-1),
+    }
+    if w.dtype == torch.float64:
+        found["one by one"] = torch.from_numpy(np.cumsum(w.numpy(), -1)[..., -1])
+    return found
+
+
+def soft_share(n: int, dtype: torch.dtype) -> float:
+    """The share of n costs by which a soft budget may exceed them."""
+    eps = torch.finfo(dtype).eps
+    return 4 * eps + min(n * min(eps, 2.0**-23) / 2, 2.0**-10)
+
+
+def mask_share(n: int, cost: torch.dtype, budget: torch.dtype) -> float:
+    """The share of a hard budget by which it may be exceeded."""
+    own = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(budget, 0.0)
+    return max(own, (128 + n / 2) * 2.0**-52 if cost == torch.float64 else 2.0**-16)
+
+
+def check_sums(kernels: Any, dtype: torch.dtype, n: int, seed: int) -> None:
+    """A budget that is the sum of the costs pays for all of them, in whatever order they were added."""
+    g = Generator().manual_seed(seed)
+    for name, prices in PRICES.items():
+        x, w = torch.randn(n, generator=g).to(dtype), prices(n, g).to(dtype)
+        exact = math.fsum(w.tolist())
+        budgets = dict(sums(w))
+        if dtype == torch.float32:
+            # a mask is promised sums by torch only
+            budgets["one by one"] = torch.from_numpy(np.cumsum(w.numpy())[-1:])[0]
+        for way, budget in budgets.items():
+            what = name, way, n, budget.item() / exact - 1
+            if way != "one by one" or dtype == torch.float64:
+                assert kernels.budget_mask(x, w, budget).all(), what
+            for by in ("score", "value"):
+                y, hi, _ = kernels.soft_budget(x, w, budget, *numbers(1.0), "logistic", 0.0, by, False)
+                assert not y.isnan().any() and not hi.isnan(), what
+                assert budget.item() < exact * (1 - 1e-15) or (y == 1)[w > 0].all(), what
+
+
+def check_slack(kernels: Any, dtype: torch.dtype, budget_dtype: torch.dtype, n: int) -> None:
+    """What a budget may miss by, and no more: from each side of it."""
+    w = torch.full((n,), 2.0**-3, dtype=dtype)
+    x = torch.arange(n, 0, -1).to(dtype)
+    rest = (*numbers(1.0), "uniform", 0.0, "score", False)
+    for part, pays in ((0.8, True), (1.25, False)):
+        budget = torch.tensor(n * 2.0**-3 * (1 + part * soft_share(n, dtype)), dtype=torch.float64)
+        y = kernels.soft_budget(x, w, budget, *rest)[0]
+        assert (y == 1).all() if pays else y.isnan().all()
+        share = mask_share(n, dtype, budget_dtype)
+        budget = torch.tensor(n * 2.0**-3 / (1 + part * share), dtype=torch.float64)
+        if budget_dtype == torch.float64:
+            assert kernels.budget_mask(x, w, budget).sum() == (n if pays else n - 1)
+    if budget_dtype != torch.float64:  # one unit below, and two units below
+        for units, pays in ((0.5, True), (2.0, False)):
+            budget = torch.tensor(n * 2.0**-3 * (1 - units * torch.finfo(budget_dtype).eps))
+            assert bool(kernels.budget_mask(x, w, budget.to(budget_dtype)).all()) == pays
 
 
 # ------------------------------------------------------------------------------------------------- gaps

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, brentq, milp
 from torch import Tensor
 
+import budget_rows
 import khot
 import oracles
 import processes
@@ -372,6 +376,56 @@ def test_the_mask_of_a_budget_without_limit() -> None:
     assert khot.budget_mask(x, cost, INF).all() and khot.budget_mask(x, 1e308 + cost, INF).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_mask_pays_for_the_entries_whose_costs_were_added(dtype: torch.dtype) -> None:
+    """For all of them, or for the best few; and the budget is exceeded by no more than it says."""
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        n = (7, 60, 700, 9000)[int(torch.randint(0, 4, (), generator=g))]
+        x = torch.randn(n, generator=g)
+        for prices in budget_rows.PRICES.values():
+            w = prices(n, g).to(dtype)
+            many = n if seed % 2 else int(torch.randint(1, n + 1, (), generator=g))
+            best = x.argsort(descending=True)[:many]
+            for budget in budget_rows.sums(w[best]).values():
+                y = khot.budget_mask(x, w, budget)
+                assert y[best].all()
+                share = budget_rows.mask_share(n, dtype, dtype)
+                spent = math.fsum(w[y.bool()].tolist())
+                assert spent <= budget.item() * (1 + share) * (1 + 1e-12)
+                if many == n:
+                    assert khot.soft_budget(x, w, budget, tau=0.1, hard=True, at_most=False).all()
+                    assert khot.budget_mask(x, w, budget, by="value").all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_cover_of_equal_probabilities(dtype: torch.dtype) -> None:
+    """What is left when the least probable entries are taken for the rest: as few as reach the budget."""
+    for n in range(2, 41):
+        p = torch.full((n,), 1 / n, dtype=dtype)
+        for twentieths in range(1, 20):
+            kept = 1 - khot.budget_mask(p, p, p.sum(-1) - twentieths / 20, largest=False)
+            assert kept.sum() == math.ceil(Fraction(twentieths, 20) * n)
+
+
+def test_a_small_budget_does_not_pay_for_small_costs() -> None:
+    """Of many costs, each is small beside the sum of all, but not beside the budget."""
+    n = 200_000
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    for cost in (torch.tensor(0.1), 0.1 + torch.zeros(n)):
+        for many in (0, 1, 30):
+            assert khot.budget_mask(x, cost, 0.1 * (many + 0.99)).sum() == many
+
+
+def test_whole_costs_are_kept_to_the_unit() -> None:
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        cost = torch.randint(1, 5000, (20_000,), generator=g)
+        budget = int(torch.randint(1, 10**7, (), generator=g))
+        y = khot.budget_mask(torch.randn(20_000, generator=g), cost, budget)
+        assert cost[y.bool()].sum() <= budget
+
+
 def test_the_mask_is_near_the_optimum() -> None:
     g = np.random.default_rng(0)
     value, cost = g.random(1000), g.random(1000) + 0.05
@@ -460,7 +514,75 @@ def test_short_rows_in_groups(by: str, dtype: torch.dtype, n: int, cdf: Any) -> 
         assert bool((error <= (2e-5 + 2 * torch.finfo(dtype).eps) * size)[rows].all())
 
 
+# -------------------------------------------------------------------------------------------- top-p
+
+
+def page_says(line: str) -> str:
+    """What the line of this name in the section on top-p of docs/budgets.md computes."""
+    page = (Path(__file__).parents[1] / "docs" / "budgets.md").read_text(encoding="utf-8")
+    section = page.split("## Top-p")[1].split("\n## ")[0]
+    (found,) = re.findall(rf"^>>> {line} = (.*)$", section, re.MULTILINE)
+    return str(found)
+
+
+def top_p(seed: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Logits of all spreads, with ties and tokens that cannot come."""
+    g = torch.Generator().manual_seed(seed)
+    n = int(torch.randint(2, 300, (), generator=g))
+    logits = torch.randn(4, n, generator=g) * (0.3, 1.0, 3.0, 10.0)[seed % 4]
+    logits[1] = logits[1].round()
+    hidden = torch.rand(4, n, generator=g) < 0.3
+    hidden[:, 0] = False
+    logits = logits.masked_fill(hidden, -INF).to(dtype).requires_grad_()
+    return {"torch": torch, "khot": khot, "logits": logits}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_the_pages_soft_top_p(dtype: torch.dtype) -> None:
+    for seed in range(25):
+        given = top_p(seed, dtype)
+        p = eval("logits.softmax(-1)", given)
+        given |= {"p": p, "log_p": given["logits"].log_softmax(-1)}
+        y = eval(page_says("y"), given)
+        (grad,) = torch.autograd.grad((y * torch.arange(y.shape[-1])).sum(), given["logits"])
+        assert grad.isfinite().all() and grad.any()
+        assert not grad[given["logits"] == -INF].any()
+        spent = (p.double() * y.double()).sum(-1)
+        torch.testing.assert_close(spent, f64(0.9).expand(4), rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_pages_nucleus(dtype: torch.dtype) -> None:
+    """It reaches p, has every token that is likelier than one of its own, and none that is not needed, but
+    for ties with the last one. The mask of a budget is no such set."""
+    for seed in range(40):
+        logits = top_p(seed, dtype)["logits"].detach()
+        p = logits.softmax(-1)
+        taken = eval(page_says("nucleus"), {"khot": khot, "p": p})
+        exact, level = p.double(), p.log().double()
+        goal = exact.sum(-1).clamp(max=0.9)
+        assert ((exact * taken).sum(-1) >= goal * (1 - 1e-6)).all()
+        least = level.masked_fill(~taken, INF).amin(-1, True)
+        assert taken[level > least].all()
+        assert ((exact * (level > least + 1e-4)).sum(-1) < goal * (1 + 1e-6)).all()
+    for p in (f64(0.5, 0.3, 0.12, 0.05, 0.02, 0.01), f64(0.95, 0.03, 0.02)):
+        taken = eval(page_says("nucleus"), {"khot": khot, "p": p})
+        assert taken[0] and not torch.equal(taken, khot.budget_mask(p, p, 0.9) > 0)
+
+
 # ------------------------------------------------------------------------------------------- shards
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_sum_of_costs_over_processes(dtype: torch.dtype, by: str) -> None:
+    """The sum of a row is rounded as one of all its costs is, also for the process that has few of them."""
+    x = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cost = torch.full_like(x, 0.1)
+    budget = cost.double().sum(-1) * (1 + 0.5 * budget_rows.soft_share(3000, dtype))
+    args = [x, cost, budget, f64(1.0, 0.5)]
+    parts = processes.run(2, shards.budgets_of_shards, {"by": by}, args, torch.ones_like(x), [0, 40, 3000])
+    assert all((part[0] == 1).all() for part in parts)
 
 
 @pytest.mark.parametrize("cdf", ["logistic", "uniform"])

@@ -1,5 +1,6 @@
 // khot::soft_budget and khot::soft_budget_backward for the CPU: tensors in and out, rows shared among torch's
 // threads. The schemas are defined in khot/_ops.
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -13,8 +14,8 @@
 namespace khot {
 namespace {
 
-// In units of the rounding of the costs' dtype, as in khot/_kernels/reference/soft_budget.py.
-constexpr double kSlack = 4;
+// As in khot/_kernels/reference/soft_budget.py.
+constexpr double kSummed = 4, kMost = 0x1p-10;
 
 double rounding_of(Dtype dtype) {
   switch (dtype) {
@@ -30,6 +31,12 @@ double rounding_of(Dtype dtype) {
   return 0;
 }
 
+// The share of the sum of n costs by which a budget may exceed it.
+double slack_of(int64_t n, Dtype dtype) {
+  const double eps = rounding_of(dtype), kept = std::min(eps, rounding_of(Dtype::kFloat));
+  return kSummed * eps + std::min(0.5 * kept * static_cast<double>(n), kMost);
+}
+
 BudgetSpec to_spec(const std::string& cdf, double shape, const std::string& by, bool at_most, int64_t n,
                    const Tensor& cost) {
   STD_TORCH_CHECK(by == "score" || by == "value", "khot: unknown by '", by,
@@ -37,7 +44,7 @@ BudgetSpec to_spec(const std::string& cdf, double shape, const std::string& by, 
   return {{find("cdf", cdf, kCdfs), shape, Output::kValue, n, nullptr},
           by == "value",
           at_most,
-          kSlack * rounding_of(to_dtype(cost.scalar_type()))};
+          slack_of(n, to_dtype(cost.scalar_type()))};
 }
 
 using Selection = SelectionRows<Rows, RowScalars, RowScalars, BudgetRows>;

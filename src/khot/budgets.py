@@ -49,8 +49,9 @@ def soft_budget(
 
     - ``by="score"``: the input is a priority, such as a relevance, or a value per unit
       of cost. Entries with equal scores have equal shares, and to split an entry into several whose costs
-      add up changes nothing. With log-probabilities as input, probabilities as cost and the budget p, it is
-      a soft top-p (nucleus) selection.
+      add up changes nothing. With log-probabilities (``logits.log_softmax(-1)``) as input, probabilities as
+      cost and the budget p, it is a soft top-p (nucleus) selection. Do not take the logarithm of the
+      probabilities instead: its gradient is NaN where one of them is 0.
     - ``by="value"``: the input is the value of the whole entry, and t is the value
       that a unit of cost has to have. As τ → 0, it is the fractional knapsack problem.
 
@@ -61,17 +62,22 @@ def soft_budget(
             An entry of cost 0 is free: by score, it is selected like the others; by value, its share is
             F(x/τ).
         budget: B, in [0, cost of all entries that may be selected]; a number or a tensor that broadcasts with
-            the batch shape (the input's shape without ``dim``). A budget that exceeds the cost of all entries
-            by rounding, in the dtype of the costs, pays for all.
+            the batch shape (the input's shape without ``dim``). A budget that exceeds the cost of all n
+            entries by rounding pays for all: by a share of 4 ε + min(n ε/2, 2⁻¹⁰), where ε is the rounding of
+            the costs' dtype, in the second term of float32 at most. Sums of n costs in any order are so near.
         dim: the dimension to select along.
-        tau: temperature > 0, in the units of the input; a number or a tensor, as the budget.
+        tau: temperature > 0, in the units of the input; a number or a tensor, as the budget. By value, a
+            threshold has digits for temperatures from 1e-20 times the largest input on; with lower ones the
+            spend is wrong by up to the cost of the entries at the threshold.
         cdf, largest: as for :func:`khot.soft_topk`.
         by: ``"score"`` or ``"value"``.
         at_most: the budget is a bound: where F(x/τ) spends no more than it, that is the result. The budget
             may then exceed the cost of all entries.
         mask: bool, broadcastable to the input; True where an entry may be selected. Scores and costs under
             False are ignored, even NaN and inf.
-        hard: return the zeros and ones of :func:`budget_mask`, with the gradient of the soft selection.
+        hard: return the zeros and ones of :func:`budget_mask`, with the gradient of the soft selection. The
+            mask skips entries that no longer fit and goes on with cheaper ones, so that it is no nucleus of a
+            top-p selection: that is ``soft_budget(...) > 0`` at a small tau with ``cdf="uniform"``.
         group: a ``torch.distributed`` process group over which the rows are spread, as for
             :func:`khot.soft_topk`. Each process passes its shard of the input and of the cost, and the same
             budget and tau. Not with ``hard``.
@@ -168,9 +174,18 @@ def budget_mask(
     """The hard selection under a budget: 1 for the entries that are taken, 0 for the others.
 
     Each entry in turn is taken if what is left of the budget pays for it: in the order of the scores, or
-    ``by="value"`` in the order of value per cost. Ties go to the lowest index. The costs that are taken never
-    exceed the budget, but for the rounding of their sum in float64. By value, this is the greedy algorithm of
-    the knapsack problem, whose value is short of the optimum by less than that of one entry.
+    ``by="value"`` in the order of value per cost. Ties go to the lowest index. An entry that does not fit is
+    skipped, and a cheaper one after it may be taken. By value, this is the greedy algorithm of the knapsack
+    problem, whose value is short of the optimum by less than that of one entry.
+
+    The costs that are taken never exceed the budget by more than the rounding of sums, so that a budget that
+    is a sum of costs pays for them: by a share of (128 + n/2) ε of the budget for n costs in float64 (ε =
+    2⁻⁵²), and of 2⁻¹⁶ for costs in float32 or less. Where a limit must be kept to the last unit, pass the
+    costs as integers, which are added in float64.
+
+    A budget in half precision is rounded, and may be exceeded by one unit of its own rounding (2⁻⁷ of it in
+    bfloat16, 2⁻¹⁰ in float16). Add costs in half precision by ``cost.sum(-1, dtype=torch.float32)``: the sum
+    in their own dtype is wrong by as much, and what is left after a subtraction by far more.
 
     Args:
         input, cost, dim, by, largest, mask: as for :func:`soft_budget`.

@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from budget_rows import CDFS, GAP_EXAMPLES, check_gradients, check_rows, far, gaps, numbers, table
+from budget_rows import (
+    CDFS,
+    GAP_EXAMPLES,
+    check_gradients,
+    check_rows,
+    check_slack,
+    check_sums,
+    far,
+    gaps,
+    numbers,
+    table,
+)
 from khot._kernels.reference import soft_budget as reference
 from khot._kernels.reference.budget_mask import budget_mask as reference_mask
 
@@ -87,6 +98,7 @@ def test_costs_of_masked_entries_are_ignored(kernels: ModuleType, by: str) -> No
     one, zero = torch.ones_like(x), torch.zeros(())
     grads = kernels.soft_budget_backward(one, zero, x, other, *found[1:], *rest)
     assert not any(grad.isnan().any() for grad in grads)
+    assert not grads[0][:, 3].any() and not grads[1][:, 3].any()
 
 
 @every_form
@@ -252,6 +264,26 @@ def test_scores_far_beyond_the_digits_of_tau(kernels: ModuleType) -> None:
         x, torch.ones_like(x), budget, *numbers(1.0), "uniform", 0.0, "score", False
     )
     assert (far(y, torch.tensor([[1, 0.25]])) <= 1e-12).all()
+
+
+# -------------------------------------------------------------------------------------- rounded budgets
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [3, 40, 1500])
+def test_sums_of_costs_pay_for_them(kernels: ModuleType, dtype: torch.dtype, n: int) -> None:
+    check_sums(kernels, dtype, n, seed=n)
+
+
+@pytest.mark.parametrize("of_budget", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_what_a_budget_may_miss_by(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, of_budget: torch.dtype
+) -> None:
+    for n in (2, 50):
+        for dtype in (torch.float64, torch.float32) if of_budget == torch.float64 else (of_budget,):
+            check_slack(kernels, dtype, of_budget, n)
+    monkeypatch.setattr(kernels.greedy, "RANKED", 30)
+    check_slack(kernels, torch.float32, of_budget, 50)
 
 
 # ------------------------------------------------------------------------------------ the hard selection

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def soft_budget(
     amount = layout.values(budget, batch, x.device)
     source, prices = layout.rows(x, n), layout.matrix(cost, x)
     goal, tau_row = (*amount, layout.rest(budget, amount)), layout.values(tau, batch, x.device)
-    slack = reference.SLACK * torch.finfo(cost.dtype).eps
+    slack = _slack(n, cost.dtype)
     if _in_float32(x, cost):
         kernels = split_budget if layout.splits(hi.numel(), n) else resident_budget
         kernels.soft_budget(
@@ -46,6 +48,11 @@ def soft_budget(
             source, prices, goal, tau_row, y, hi, lo, n, F, by=by, at_most=at_most, slack=slack
         )  # fmt: skip
     return y, hi, lo
+
+
+@functools.lru_cache(maxsize=256)
+def _slack(n: int, dtype: torch.dtype) -> float:
+    return reference.slack(torch.tensor(n, dtype=torch.float64), dtype).item()
 
 
 def _in_float32(x: Tensor, cost: Tensor) -> bool:

@@ -33,6 +33,12 @@ def _unpayable(price):
 
 
 @triton.jit
+def _with_slack(budget, slack):
+    """The budget and the share of it by which it may be exceeded (`_kernels.reference.budget_mask.slack`)."""
+    return budget + budget * (tl.zeros((), tl.float64) + slack)
+
+
+@triton.jit
 def _take(price, waiting, left, TOGETHER: tl.constexpr):
     """Which of the entries that wait are taken, in their order, and what is then left of the budget."""
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
@@ -52,7 +58,7 @@ def _take(price, waiting, left, TOGETHER: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _greedy_rows(
     x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-    budget_pointer, budget_stride, budget_high, budget_low, budget_rest, out_pointer, rows, n,
+    budget_pointer, budget_stride, budget_high, budget_low, budget_rest, slack, out_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
@@ -69,6 +75,7 @@ def _greedy_rows(
     price = double(tl.load(costs + order.to(tl.int64) * cost_column, mask=waiting > 0, other=0.0))
     budget = tl.zeros_like(poison).to(tl.float64) + budget_rest
     budget += number64(budget_pointer, budget_stride, budget_high, budget_low, tl.where(there, row, 0))
+    budget = _with_slack(budget, slack)
     wrong = tl.max(tl.where(_unpayable(price), 1, 0), axis=AXIS) > 0
     bad = wrong | (poison != poison) | ~(budget >= 0)
     taken, _ = _take(price, waiting, budget, TOGETHER)
@@ -80,13 +87,14 @@ def _greedy_rows(
 @triton.jit
 def _greedy(
     x_pointer, place_pointer, cost_pointer, cost_row, cost_column,
-    budget_pointer, budget_stride, budget_high, budget_low, budget_rest, out_pointer, n,
+    budget_pointer, budget_stride, budget_high, budget_low, budget_rest, slack, out_pointer, n,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_at, place_at, out_at = x_pointer + row * n, place_pointer + row * n, out_pointer + row * n
     cost_at = cost_pointer + row * cost_row
     budget = number64(budget_pointer, budget_stride, budget_high, budget_low, row) + budget_rest
+    budget = _with_slack(budget, slack)
     worst, left = tl.zeros((WIDTH,), tl.int32), budget
     for start in range(0, n, WIDTH):
         at = start + tl.arange(0, WIDTH)
@@ -115,7 +123,8 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
     if x.numel() == 0:
         return reference.budget_mask(x, cost, budget)
     amount, rows = layout.values(budget, x.shape[:-1], x.device), x.numel() // n
-    given = *layout.matrix(cost, x), *amount, layout.rest(budget, amount)
+    slack = reference.slack(n, cost.dtype, budget.dtype)
+    given = *layout.matrix(cost, x), *amount, layout.rest(budget, amount), slack
     out = x.new_empty(x.shape)
     if n <= RANKED and x.dtype != torch.float64:
         tile = ranks.tile(n)
