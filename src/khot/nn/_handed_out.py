@@ -6,14 +6,15 @@ import sys
 import threading
 import warnings
 import weakref
-from typing import Protocol
+from ctypes import string_at
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 __all__ = ["hand_out", "look", "version"]
 
-SAMPLE = 16  # entries, about, that are compared of a weight on the CPU
-MOST = 8  # weights of a thread, at most, that are looked at
+BYTES = 1024  # of a weight on the CPU, that are compared: so many that some of them are not pruned
+MOST = 8  # weights of a thread, at most, that are looked at again
 
 
 class Owner(Protocol):
@@ -22,9 +23,30 @@ class Owner(Protocol):
         ...
 
 
+class _Given(NamedTuple):
+    """A weight as it was handed out. Its owner's death is what its reference is for, too."""
+
+    weight: Tensor
+    version: int
+    address: int
+    sample: bytes
+    owner: weakref.ref[Any]
+
+
+class _Watch:
+    """What one thread was given, and may have written into."""
+
+    def __init__(self) -> None:
+        self.given: list[_Given] = []
+        self.own: weakref.ref[_Watch] = weakref.ref(self)
+
+    def forget(self, owner: weakref.ref[Any]) -> None:
+        self.given = [each for each in self.given if each.owner is not owner]
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.given: list[_Given] = []  # in the order in which the thread was given them
+        self.watch = _Watch()
 
 
 _thread = _Thread()
@@ -34,48 +56,29 @@ def hand_out(weight: Tensor, owner: Owner) -> Tensor:
     """The weight, which is looked at when this thread asks for the next one, and as long as it is in use.
 
     PyTorch counts what is written in place, but not through ``.data`` or NumPy. ``.data = x`` shows in the
-    weight's address. On the CPU a sample of the entries is compared, which notices what changes the
-    weight as a whole. A weight that has come to its backward pass was used with what was written into it.
+    weight's address. On the CPU a part of the weight is compared, which notices what changes it as a whole. A
+    weight that has come to its backward pass was used with what was written into it.
+
+    Nothing is kept of an owner that is gone: the graph of a weight has all parameters.
     """
-    _thread.given.append(_Given(weight, owner))
+    watch = _thread.watch
+    reference = weakref.ref(owner, watch.forget)
+    watch.given.append(_Given(weight, version(weight), weight.data_ptr(), _sample(weight), reference))
+    if weight.grad_fn is not None:
+        own = watch.own  # the hook lives as long as the graph, which the watch has
+        weight.grad_fn.register_prehook(lambda _: _forget(own, reference))
     return weight
 
 
 def look() -> None:
     """Raise, or warn, if something was written into what this thread was given."""
-    given, _thread.given = _thread.given, []
-    for each in given:
-        each.look()
-    _thread.given = [each for each in given if each.is_in_use()][-MOST:]
-
-
-class _Given:
-    """A weight as it was handed out. It is forgotten with its owner, because its graph has the parameters."""
-
-    def __init__(self, weight: Tensor, owner: Owner) -> None:
-        self.weight: Tensor | None = weight
-        own: weakref.ref[_Given] = weakref.ref(self)
-        self.owner = weakref.ref(owner, lambda _: _forget(own))
-        self.version = version(weight)
-        self.address = weight.data_ptr()
-        self.sample = _sample(weight)
-        if weight.grad_fn is not None:
-            weight.grad_fn.register_prehook(lambda _: _forget(own))
-
-    def look(self) -> None:
-        weight, owner = self.weight, self.owner()
-        if weight is None or owner is None:
-            return
-        if version(weight) != self.version:
-            self.weight = None
-            warnings.warn(owner.lost(), UserWarning, stacklevel=2)  # it may be meant for this one use
-        elif weight.data_ptr() != self.address or not _same(_sample(weight), self.sample):
-            self.weight = None
-            raise RuntimeError(owner.lost())
-
-    def is_in_use(self) -> bool:
-        """Whether somebody else has the weight, besides this object and the call below."""
-        return self.weight is not None and sys.getrefcount(self.weight) > 2
+    watch = _thread.watch
+    if watch.given:
+        given, watch.given = watch.given, []
+        for each in given:
+            _look(each)
+        # who has a weight, besides the tuple and this call, can write into it later
+        watch.given = [each for each in given if sys.getrefcount(each.weight) > 2][-MOST:]
 
 
 def version(tensor: Tensor) -> int:
@@ -83,18 +86,25 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _forget(reference: weakref.ref[_Given]) -> None:
-    given = reference()
-    if given is not None:
-        given.weight = None
+def _look(given: _Given) -> None:
+    weight, owner = given.weight, given.owner()
+    if owner is None:
+        return
+    if version(weight) != given.version:
+        warnings.warn(owner.lost(), UserWarning, stacklevel=2)  # it may be meant for this one use
+    elif weight.data_ptr() != given.address or _sample(weight) != given.sample:
+        raise RuntimeError(owner.lost())
 
 
-def _sample(weight: Tensor) -> list[float]:
+def _forget(watch: weakref.ref[_Watch], owner: weakref.ref[Any]) -> None:
+    thread = watch()
+    if thread is not None:
+        thread.forget(owner)
+
+
+def _sample(weight: Tensor) -> bytes:
+    """The bytes in the middle of a weight on the CPU. Operators of torch would take several times as long."""
     if not (weight.is_cpu and weight.is_contiguous()):
-        return []
-    step = max(1, weight.numel() // SAMPLE) | 1  # odd, so that it is not one column of a matrix
-    return weight.detach().as_strided((-(-weight.numel() // step),), (step,)).tolist()
-
-
-def _same(x: list[float], y: list[float]) -> bool:
-    return x == y or all(a == b or (a != a and b != b) for a, b in zip(x, y, strict=True))
+        return b""
+    size = weight.nbytes
+    return string_at(weight.data_ptr() + max(0, size - BYTES) // 2, min(size, BYTES))

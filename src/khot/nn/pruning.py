@@ -195,7 +195,8 @@ def prune_n_m(
     """Prune a parameter to at most n nonzero entries of every m, the pattern that sparse tensor cores run.
 
     As :func:`prune_magnitude` with p = 2, with every m consecutive entries along a dimension as a row of its
-    own: soft in train mode, hard in eval mode.
+    own: soft in train mode, hard in eval mode. A tensor that several modules share (tied weights) needs a
+    call for each of them.
 
     Args:
         module: the module that owns the parameter.
@@ -286,7 +287,7 @@ def _check_all_users_are_given(members: list[Member]) -> None:
     """Raise if a module has a parameter that is pruned under another name, too, which is not given."""
     given = {(id(module), name) for module, name in members}
     pruned = {id(module.get_parameter(name)): name for module, name in members}
-    for module, _ in members:
+    for module in dict.fromkeys(module for module, _ in members):
         for path, user in module.named_modules():
             for name, parameter in user.named_parameters(recurse=False, remove_duplicate=False):
                 if id(parameter) in pruned and (id(user), name) not in given:
@@ -355,7 +356,7 @@ def _warn_of_what_never_learns(group: Group) -> None:
     leaves = [x.detach().requires_grad_() for x in tensors]
     with torch.enable_grad():
         soft = torch.cat([x.flatten() for x in group.soft(leaves, amount, tau)])
-    grads = torch.autograd.grad(soft.sum(), leaves)
+        grads = torch.autograd.grad(soft.sum(), leaves)
     learn = torch.stack([grad.any() for grad in grads]).tolist()
     learned = [x.requires_grad and x.numel() > 0 for x in tensors]
     places = enumerate(group.places)
