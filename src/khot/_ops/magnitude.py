@@ -62,7 +62,7 @@ class _Rule(Rule):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, k, tau, *ctx.how = inputs
+        x, k, tau, ctx.p, ctx.signed = inputs
         y, hi, lo = outputs
         return x, y, k, hi, lo, tau
 
@@ -71,21 +71,23 @@ class _Rule(Rule):
         x, y, k, hi, lo, tau = ctx.saved_tensors
         grad = torch.zeros_like(y) if grad is None else grad
         grad_lo = arguments.unasked(hi) if grad_lo is None else grad_lo
-        dx, dtau = _backward.pull(grad, grad_lo, x, y, k, hi, lo, tau, *ctx.how, group=ctx.group)
+        how = ctx.p, ctx.signed
+        dx, dtau = _backward.pull(grad, grad_lo, x, y, k, hi, lo, tau, *how, group=ctx.group)
         return dx, None, gradient(ctx, 2, dtau, tau.shape, tau.dtype), None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
-        dy, dlo = kernels.jvp(dx, dtau, *ctx.saved_tensors, *ctx.how, rows.of(ctx.group))
+        x, y, k, hi, lo, tau = ctx.saved_tensors
+        dy, dlo = kernels.jvp(dx, dtau, x, y, k, hi, lo, tau, ctx.p, ctx.signed, rows.of(ctx.group))
         return dy, None, dlo
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
         x, k, tau, _, signed, *group = inputs
-        count = rows.of(*group).count
-        if signed:  # −inf is a size, too
-            count = lambda some: torch.full_like(some, x.shape[-1])  # noqa: E731
-        arguments.explain_nan(outputs[1], x, k, tau, integer=True, count=count)
+        if not arguments.shows_nan(outputs[1]):  # before anything is prepared for the message
+            return
+        s = x.abs() if signed else x
+        arguments.explain_nan(outputs[1], s, k, tau, integer=True, count=rows.of(*group).count)
 
 
 _magnitude = define(

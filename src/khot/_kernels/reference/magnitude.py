@@ -289,11 +289,11 @@ def soft_topk_magnitude_backward(
     selected, pooled, rate, moment, along, direct = row.total(sums)
     through = (grad_lo - along) * _per_pooled(k, selected, pooled, rate)
     share = row.share([through])[0].unsqueeze(-1)
-    ds = []
+    found = []
     for part, tile in parts():
         d, v = last if last and tile.shape == s.shape else of(part, tile)
-        ds.append((d.own * v + d.rate * (v + share)).to(s.dtype))
-    return torch.cat(ds, -1).contiguous(), -direct - through * moment
+        found.append((d.own * v + d.rate * (v + share)).to(s.dtype))
+    return torch.cat(found, -1).contiguous(), -direct - through * moment
 
 
 def jvp(
