@@ -26,7 +26,8 @@ __all__ = ["slack", "soft_budget", "soft_budget_backward"]
 # many units of rounding at most (3.3 were seen for a million costs).
 SUMMED = 4.0
 # One after the other, n numbers >= 0 are wrong by up to n/2 such units (0.08 n were seen for equal ones).
-# Sums of half precision are kept in float32. A budget that is further off than this share is rather a mistake.
+# Sums of half precision are kept in float32. A budget that is further off than this share is rather a
+# mistake.
 MOST = 2.0**-10
 
 
