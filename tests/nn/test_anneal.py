@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import khot
@@ -175,3 +177,21 @@ def test_without_steps_it_says_what_to_do() -> None:
     assert "Anneal(1.0, 0.1, steps=None, schedule='exponential')" in said
     for cure in ("steps=", "khot.lightning.AnnealCallback()", "khot.transformers.AnnealCallback()"):
         assert cure in said
+
+
+@pytest.mark.parametrize("users", [1, 2, 5])
+def test_what_several_layers_share_is_saved_in_memory_of_its_own(users: int, tmp_path: Path) -> None:
+    """safetensors, which Hugging Face's Trainer saves with, refuses tensors of one memory."""
+    tau = Anneal(1.0, 0.1, 100)
+    net = torch.nn.Sequential(*(SoftTopK(2, tau=tau) for _ in range(users)))
+    tau.step()
+    state = net.state_dict()
+    assert len({x.data_ptr() for x in state.values()}) == len(state) == users
+    assert state["0.tau.taken"].data_ptr() == tau.taken.data_ptr()
+    assert all(x is tau.taken for x in net.state_dict(keep_vars=True).values())
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    other = Anneal(1.0, 0.1, 100)
+    again = torch.nn.Sequential(*(SoftTopK(2, tau=other) for _ in range(users)))
+    again.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    assert other.taken == 1
+    assert set(net.to("meta").state_dict()) == set(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -178,6 +179,52 @@ def test_numbers_of_modules_are_still_checked() -> None:
         KHotGate(4, Anneal(5, 2, 5))
     with pytest.raises(ValueError, match="tau must"):
         KHotGate(4, 2, estimator="gumbel", tau=Anneal(-1, 2, 5))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_numbers_that_get_their_steps_later_are_checked_as_far_as_they_are_known(seed: int) -> None:
+    """An Anneal without steps has a start; a module that computes with one has nothing yet."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self) -> Tensor:
+            return 0.5 * self.inner()
+
+    draw = random.Random(seed)
+    n = draw.randint(2, 9)
+    good, bad = draw.uniform(1, n), draw.uniform(n + 0.1, 99)
+    estimator = draw.choice(["second_order", "gumbel", "imle"])
+    options: list[dict[str, Any]] = [{"estimator": estimator}, {"cost": [1.0] * n}]
+    for option in options:
+        for k in (good, Anneal(good, 1.0), Scaled(Anneal(2 * good, 1.0)), Scaled(Scaled(Anneal(4, 2)))):
+            for tau in (None, 0.3, Anneal(1.0, 0.05), Scaled(Anneal(1.0, 0.05))):
+                layer = KHotGate(n, k, tau=tau, **option)
+                anneals = [part for part in layer.modules() if isinstance(part, Anneal)]
+                assert all(each.steps is None and each._reads == 0 for each in anneals)
+                for each in anneals:
+                    each.steps = 10
+                assert layer(torch.ones(3, n)).shape == (3, n)
+                for each in anneals:
+                    each.steps, each._reads = None, 0
+        KHotGate(n, Scaled(Anneal(bad, bad)), tau=Scaled(Anneal(1.0, 0.05)), **option)
+        with pytest.raises(ValueError, match=r"^k must"):
+            KHotGate(n, Anneal(bad, good), tau=Anneal(1.0, 0.05), **option)
+        with pytest.raises(ValueError, match=r"^tau must"):
+            KHotGate(n, good, tau=Anneal(-1.0, 0.05), **option)
+        with pytest.raises(RuntimeError, match="steps must be set before training"):
+            KHotGate(n, good, tau=Anneal(1.0, 0.05), **option)(torch.ones(3, n))
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+@pytest.mark.parametrize("estimator", ["straight_through", "simple"])
+def test_an_annealed_tau_without_effect_is_refused(estimator: str, steps: int | None) -> None:
+    with pytest.raises(
+        ValueError, match=f"tau has no effect with estimator '{estimator}'; it is used by sec"
+    ):
+        KHotGate(8, 3, tau=Anneal(1.0, 0.05, steps), estimator=estimator)
 
 
 # --------------------------------------------------------------------------- features with prices

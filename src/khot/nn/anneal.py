@@ -156,6 +156,16 @@ class Anneal(nn.Module):
         t = ((widen(self.taken) - self.wait) / (self.steps - self.wait)).clamp(0, 1)
         return SCHEDULES[self.schedule](self.start, self.end, t)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        taken = destination[prefix + "taken"]
+        if keep_vars or not arguments.has_data(taken):
+            return
+        # what several layers share is saved for each of them, and safetensors refuses tensors of one memory
+        others = (x for name, x in destination.items() if name.endswith("taken") and x is not taken)
+        if any(x.data_ptr() == taken.data_ptr() for x in others):
+            destination[prefix + "taken"] = taken.clone()
+
     def extra_repr(self) -> str:
         waits = f", wait={self.wait}" * bool(self.wait)
         return f"{self.start}, {self.end}, steps={self.steps}, schedule={self.schedule!r}{waits}"

@@ -22,6 +22,7 @@ from khot.estimators import EstimatorName
 from khot.nn._inputs import check_width
 from khot.nn._left_soft import LeftSoft
 from khot.nn._values import Value, current, describe, positive
+from khot.nn.anneal import Anneal
 from khot.sampling import DesignName
 
 __all__ = ["KHotGate"]
@@ -47,8 +48,9 @@ class KHotGate(LeftSoft):
         k: how many, in (0, n], a number or a module that gives one (:class:`khot.nn.Anneal`); or None. With a
             cost: what the selected features may cost together, at most the cost of all.
         cost: the price of each feature, ≥ 0: a tensor (n,) or a list; or None, if all count the same.
-        tau: temperature > 0, for the estimators that have one, as for :func:`khot.sample_khot`; a number, a
-            module that gives one, or None. With a cost it is that of :func:`khot.soft_budget`, 1 by default.
+        tau: temperature > 0, for the estimators that have one (not for ``straight_through``, the default, and
+            ``simple``), as for :func:`khot.sample_khot`; a number, a module that gives one, or None. With a
+            cost it is that of :func:`khot.soft_budget`, 1 by default.
         estimator, design: how the samples are drawn and get their gradient, as for :func:`khot.sample_khot`.
             Not with a cost, which draws no samples.
         device, dtype: of the logits.
@@ -260,20 +262,21 @@ class KHotGate(LeftSoft):
 
         The draw is on the CPU and real, also where the layer is made on the meta device or of fake tensors.
         """
-        numbers = [None if value is None else current(value) for value in (self.k, self.tau)]
-        # the value of a module that has no data is not known yet; 1 is a good one
-        k, tau = (1 if isinstance(x, Tensor) and not arguments.readable(x) else x for x in numbers)
+        k, tau = (None if value is None else _known(value) for value in (self.k, self.tau))
         with without_modes(), torch.device("cpu"):
             if self._prices is not None:
-                self._try_budget(numbers[0], tau)
+                self._try_budget(k, tau)
                 return
+            if k is None and self.k is not None:
+                k = 1  # in the range of all
+            if tau is None and self.tau is not None:
+                tau = 1.0
             self._sample(torch.zeros(1, self.n), k, tau, torch.Generator())
 
     def _try_budget(self, k: Scalar | None, tau: Scalar | None) -> None:
         assert self._prices is not None
         total = self._prices.sum().item()
-        known = not isinstance(k, Tensor) or arguments.readable(k)
-        if known and k is not None and not 0 <= float(k) <= total:
+        if k is not None and not 0 <= float(k) <= total:
             raise ValueError(f"k must lie in [0, {total}], the cost of all features, but got {float(k)}")
         soft_budget(torch.zeros(self.n).double(), self._prices, 0.0, tau=1.0 if tau is None else tau)
 
@@ -285,3 +288,16 @@ class KHotGate(LeftSoft):
             return describe(n=self.n, k=self.k, cost=f"tensor {tuple(self.cost.shape)}", tau=self.tau)
         given = {name: value for name in ("tau", "design") if (value := getattr(self, name)) is not None}
         return describe(n=self.n, k=self.k, estimator=self.estimator, **given)
+
+
+def _known(value: Value) -> Scalar | None:
+    """What a layer that is being made can know of a value: the number of now, or the start of an Anneal that
+    gets its steps later. None if that is nothing, for a module without data or one that needs such an Anneal.
+    """
+    if isinstance(value, Anneal) and value.steps is None:
+        return value.start
+    parts = value.modules() if isinstance(value, nn.Module) else ()
+    if any(isinstance(part, Anneal) and part.steps is None for part in parts):
+        return None
+    number = current(value)
+    return None if isinstance(number, Tensor) and not arguments.readable(number) else number
