@@ -107,8 +107,8 @@ def prune_global(
     grows. ``p`` is 2.
 
     With a cost c, the kept entries w are those of largest abs(w)/√c. They are the choice that changes the
-    weights least, in the sum of squares, for what it costs. The hard selection never exceeds the budget. In
-    train mode, the entries are multiplied by shares in [0, 1] that spend it exactly, from
+    weights least, in the sum of squares, for what it costs. The hard selection never exceeds the budget, but
+    for rounding. In train mode, the entries are multiplied by shares in [0, 1] that spend it exactly, from
     :func:`khot.soft_budget` of log(abs(w)/√c); with p = 2, those between the threshold and e^τ times the
     threshold are reduced and not yet 0.
 
