@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,21 @@ def test_scores_of_minus_infinity_get_no_gradient(engine: Any, cdf: str, by: str
         dx, dw, dbudget, dtau = engine.soft_budget_backward(v, v_lo, x, w, hi, lo, *rest)
         assert not dx[hidden].any() and not dw[hidden].any()
         assert all(grad.isfinite().all() for grad in (dx, dw, dbudget, dtau))
+
+
+@every_engine
+def test_a_budget_that_leaves_the_last_digits_of_a_sum(engine: Any) -> None:
+    """What it leaves of the costs depends on digits of their sum beyond those of float64."""
+    for seed in range(40):
+        g = Generator().manual_seed(seed)
+        n, ulps = int(torch.randint(3, 60, (), generator=g)), int(torch.randint(40, 400, (), generator=g))
+        w = torch.rand(1, n, generator=g, dtype=torch.float64)
+        total = sum(map(Fraction, w[0].tolist()))
+        budget = float(total) * (1 - ulps * 2.0**-53)
+        given = torch.full_like(w, 0.25), w, torch.tensor([budget], dtype=torch.float64)
+        _, hi, lo = engine.soft_budget(*given, *numbers(1.0), "logistic", 0.0, "score", False)
+        t = 0.25 - math.log(budget / float(total - Fraction(budget)))  # all have the same share
+        assert hi + lo == pytest.approx(t, abs=1e-12)
 
 
 FEW_UNDECIDED = {
