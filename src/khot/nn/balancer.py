@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from khot._core import arguments, rows
 from khot._core.torch_internals import copy_each, is_exporting, zero_each
 from khot._core.ways import by_rows
-from khot._kernels.reference.count_distances import MANTISSA, OCTAVES, window
+from khot._kernels.reference.count_distances import MANTISSA, OCTAVES, SCALE, window
 from khot._ops.count_distances import count_distances
 from khot.nn._bias import Biased
 from khot.nn._groups import Groups
@@ -24,11 +24,17 @@ from khot.selection import topk
 
 __all__ = ["QuantileBalancer"]
 
-ABOVE = 2  # octaves above the largest quantile: the next one may be larger
-LOWEST, HIGHEST = OCTAVES + 1, 255  # exponents at which the octaves of normal float32 numbers end
-LARGEST = 0x7F7FFFFF  # the bits of the largest float32
+ABOVE = 16  # octaves above the last quantile of an expert: the next one may be larger
+LOWEST, HIGHEST = OCTAVES, 255  # exponents at which the octaves of float32 numbers end
+LARGEST = 0x69800000  # the bits of 2⁶⁴ times SCALE, by which a bias moves at most
+ROUNDING = 2.0**-24  # the share of a float32 that is lost to it
+BELOW = 2.0**12  # distances of its tokens that the largest bias may lie below 0: half of the digits are left
 FEWEST_BINS, MOST_BINS = OCTAVES, OCTAVES << 10
-ROUNDS, SOLVED = 40, 0.01  # of a cold start: updates at most, and the error of a load at which it ends
+PATIENT, FASTEST = (
+    20,
+    2.0**10,
+)  # updates of a cold start before steps of the same sign are doubled, and how far
+ROUNDS, SOLVED = 100, 0.01  # of a cold start: updates at most, and the error of a load at which it ends
 
 _Self = TypeVar("_Self", bound="QuantileBalancer")
 
@@ -45,15 +51,18 @@ class QuantileBalancer(Biased):
 
         b_e ← b_e + quantile(distances of e, k/E),    b ← b − max(b)
 
+    (It may leave max(b) below 0 where the least of the biases cannot feel so small a number in float32.)
     Where all numbers between two distances are quantiles, the bias moves to the nearest. All experts move at
     once. So every second update measures the distances of a token from the middle of its two cutoffs:
     otherwise two experts that exchange tokens would exchange them again and again.
 
     The distances are counted in bins that follow the bits of a floating-point number: sign, exponent, and the
-    first bits of the mantissa. The bins are finest around the cutoff. The first update covers distances from
-    2⁻⁶⁴ to 2⁶⁴, at half the resolution. Each of the next covers 64 octaves, up to 4 to 8 times the largest
-    quantile of the last one, and if a quantile lies outside of them, the next is like the first. So the
-    scores may be of any kind and scale: logits, probabilities or log-probabilities. The counts are integers,
+    first bits of the mantissa. The bins are finest around the cutoff. The first update covers all distances
+    that float32 has, at a quarter of the resolution. For each of the next, every expert has 64 octaves of its
+    own, up to 2¹⁶ times its last quantile, and an expert whose quantile lies outside of them begins again. So
+    the scores may be of any kind and scale: logits, probabilities or log-probabilities. Prefer logits or
+    log-probabilities to sharp probabilities, the softmax of logits with a deviation above 10: float32 rounds
+    many of these to 1 or to 0, and biases cannot tell them apart. The counts are integers,
     so the biases are the same, bit for bit, for any number of processes, in any order, and for any number of
     micro-batches.
 
@@ -75,7 +84,7 @@ class QuantileBalancer(Biased):
         num_experts: E, at least 2.
         k: how many experts a token gets, from 1 to E − 1.
         bins: how many bins, a power of two from 64 to 65,536. Half of them are for negative distances, and
-            each half has 64 octaves. The default has 8 bins per octave, and 4 in the first update.
+            each half has 64 octaves. The default has 8 bins per octave, and 2 in the first update.
         ema: in [0, 1); the share of the old bias that an update keeps: a bias moves by 1 − ema times the
             quantile. 0 adapts fastest.
         groups: how many groups the experts form, each of E / groups neighbours.
@@ -86,8 +95,8 @@ class QuantileBalancer(Biased):
     Attributes:
         bias: (E,), a buffer in float32, ≤ 0, which stays in float32 when the model is cast. It is saved.
         updates: how many updates there were, a 0-dim buffer in int64. It is saved.
-        octave: where the bins end, a 0-dim buffer in int64: their last octave ends at 2 to the power of it
-            less 127. 0 stands for the octaves of the first update. It is saved.
+        octave: (E,), where the bins of each expert end, a buffer in int64: their last octave ends at 2 to the
+            power of it less 147. 0 stands for the octaves of the first update. It is saved.
         counts: (bins + 1, E), a buffer in int64 that is not saved: the tokens since the last update by their
             distance. The last row has the tokens that the expert is closed to, by a score of −inf.
         load: (E,), a buffer in int64 that is not saved: how many tokens every expert got, of those that the
@@ -154,7 +163,7 @@ class QuantileBalancer(Biased):
         self._groups = Groups.of(groups, top_groups, num_experts, k)
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32))
         self.register_buffer("updates", torch.empty((), dtype=torch.int64))
-        self.register_buffer("octave", torch.empty((), dtype=torch.int64))
+        self.register_buffer("octave", torch.empty(num_experts, dtype=torch.int64))
         self.register_buffer(
             "counts", torch.empty(bins + 1, num_experts, dtype=torch.int64), persistent=False
         )
@@ -239,8 +248,9 @@ class QuantileBalancer(Biased):
     def solve(self, scores: Tensor, mask: Tensor | None = None, group: Any = None) -> None:
         """Set the biases to those that balance these scores: a start that needs no updates.
 
-        These are the best of at most 40 updates with the same scores. The result does not depend on the
-        present biases. What was counted is forgotten.
+        These are the best of at most 100 updates with the same scores. They end with a load that is at most
+        1 %, or one token, above the share. The result does not depend on the present biases. What was counted
+        is forgotten.
 
         Args:
             scores, mask: as in a forward pass; a batch of at least some tokens per expert.
@@ -251,18 +261,22 @@ class QuantileBalancer(Biased):
         mask = self._mask(mask, scores)
         self._reset_bias()
         best, least = self.bias.clone(), math.inf
-        for _ in range(ROUNDS):
+        pace, side = torch.ones_like(best, dtype=torch.float64), torch.zeros_like(best)
+        for done in range(ROUNDS):
             self.counts.zero_()
             self._choose(scores, mask, True)
             (total,) = _totals([self], group)
             shares = _shares(total[:-1].sum(0), total[-1], self.k)
             load = total[: self.bins // 2].sum(0)
-            error = (load - shares).amax() / shares.amax().clamp(min=1)
-            if error.item() < least:
-                best, least = self.bias.clone(), error.item()
-            if least <= SOLVED:
+            over = (load - shares).amax().item()
+            if over < least:
+                best, least = self.bias.clone(), over
+            if least <= max(1, SOLVED * shares.amax().item()):
                 break
-            _step([self], total[None], 1.0)
+            last, side = side, (shares - load).sign()
+            # without this, experts that outbid each other by little would go on for hundreds of updates
+            pace = torch.where((side == last) & (done >= PATIENT), 2 * pace, 1.0).clamp(max=FASTEST)
+            _step([self], total[None], pace)
         self.bias.copy_(best)
         self.updates.zero_()
         self.counts.zero_()
@@ -297,7 +311,10 @@ class QuantileBalancer(Biased):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("updates", "octave"):  # older states do not have them
-            saved = state_dict.get(prefix + name, torch.zeros_like(self.get_buffer(name)))
+            own = self.get_buffer(name)
+            saved = state_dict.get(prefix + name, torch.zeros_like(own))
+            if not saved.dim():  # older states have one octave for all experts
+                saved = saved.expand(own.shape).clone()
             state_dict[prefix + name] = saved.to(torch.int64)  # which a cast of all the state has changed
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.counts.zero_()  # they were counted with other biases
@@ -320,7 +337,7 @@ def _totals(balancers: list[QuantileBalancer], group: Any) -> list[Tensor]:
     return [part.view_as(counts).to(counts.device) for part, counts in zip(parts, totals, strict=True)]
 
 
-def _step(balancers: Sequence[QuantileBalancer], counts: Tensor, part: float) -> None:
+def _step(balancers: Sequence[QuantileBalancer], counts: Tensor, part: float | Tensor) -> None:
     """An update of L balancers of one kind with these counts, (L, bins + 1, E), by this part of the
     quantiles."""
     bins = balancers[0].bins
@@ -338,21 +355,24 @@ def _step(balancers: Sequence[QuantileBalancer], counts: Tensor, part: float) ->
     fraction = ((shares - reached + inside) / inside.clamp(min=1)).clamp(0, 1)
     lowest, dropped = window(octave, bins)
     steps = torch.cat((i, i + 1, after), 1) - half
-    bits = ((steps.abs() << dropped.view(-1, 1, 1)) + lowest.view(-1, 1, 1)).clamp(max=LARGEST).int()
-    low, high, far = (bits.view(torch.float32).double() * steps.sign()).split(1, 1)  # the lower edges
+    bits = ((steps.abs() << dropped.unsqueeze(1)) + lowest.unsqueeze(1)).clamp(max=LARGEST).int()
+    low, high, far = (bits.view(torch.float32).double() * steps.sign() / SCALE).split(1, 1)  # the lower edges
     inner = low + fraction * (high - low)
+    # float32 is finest around 0: a bias that the bin leaves on either side of it starts from there
+    to_zero = -before.double().unsqueeze(1)
+    inner = torch.where((low < to_zero) & (to_zero < high), to_zero, inner)
     # all between the tokens of bin i and those of the next bin are quantiles
     nearest = torch.maximum(torch.minimum(far, high.clamp(min=0)), high)
     closed, counted = available == 0, available.any(-1)
     quantile = torch.where(reached == shares, nearest, inner).squeeze(1).masked_fill(closed, 0)
     bias = before.double() + part * quantile
-    # experts that fill up with tokens of tiny scores are exact around 0, so the largest bias is 0
-    bias = (bias - bias.masked_fill(closed, -math.inf).amax(-1, keepdim=True)).float()
-    size = torch.maximum(steps[:, 0], ~steps[:, 0]).masked_fill(closed, 0).amax(-1)  # of either sign
+    scale = torch.minimum(low.abs(), high.abs()).squeeze(1)
+    bias = (bias - _excess(bias, scale, closed)).float()
+    size = torch.maximum(steps[:, 0], ~steps[:, 0])  # of either sign
     end = (((size << dropped) + lowest) >> MANTISSA) + (1 + ABOVE)
-    outside = (size == half - 1) | ((size == 0) & (octave > 0))
+    outside = (size == half - 1) | ((size == 0) & (octave > LOWEST))
     new = {
-        "octave": torch.where(counted, end.clamp(LOWEST, HIGHEST).masked_fill(outside, 0), octave),
+        "octave": torch.where(closed, octave, end.clamp(LOWEST, HIGHEST).masked_fill(outside, 0)),
         "updates": updates + counted,
         "load": torch.where(counted.unsqueeze(-1), below[:, half - 1], load),
     }
@@ -362,6 +382,20 @@ def _step(balancers: Sequence[QuantileBalancer], counts: Tensor, part: float) ->
         [value for values in new.values() for value in values.unbind()],
     )
     zero_each([each.counts for each in balancers])
+
+
+def _excess(bias: Tensor, scale: Tensor, closed: Tensor) -> Tensor:
+    """What to subtract from all biases (L, E): the largest of them, because experts that fill up with tokens
+    of tiny scores are exact around 0.
+
+    A score of 1 and a bias of −1 are 0 together, and float32 has no bias between −1 and −1 + 2⁻²⁴. So whether
+    this expert gets a token depends on how far the tiny scores and biases of the others lie from 0 and not
+    from each other, and the largest bias may stay a little below 0 where the least does not feel it.
+    """
+    most, top = bias.masked_fill(closed, -math.inf).max(-1, keepdim=True)
+    least = bias.masked_fill(closed, math.inf).amin(-1, keepdim=True)
+    unfelt = (most <= 0) & (most > ROUNDING * least)
+    return torch.where(unfelt, (most + BELOW * scale.gather(-1, top)).clamp(max=0), most)
 
 
 def _shares(available: Tensor, shut: Tensor, k: int) -> Tensor:

@@ -7,13 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["MANTISSA", "OCTAVES", "WIDE", "WIDER", "count_distances", "dropped_bits", "window"]
+__all__ = ["MANTISSA", "OCTAVES", "SCALE", "WIDER", "count_distances", "dropped_bits", "window"]
 
 OCTAVES = 64  # that the bins of one sign cover
-WIDER = 1  # log2 of how many times as many octaves they cover while the size of the distances is not known
-MIDDLE = 127  # the exponent of 1 in the bits of a float32: the wide octaves lie around it
-WIDE = MIDDLE - (OCTAVES << WIDER) // 2  # where these begin
+WIDER = 2  # log2 of how many times as many they cover, all that a float32 has, while its size is not known
 MANTISSA = 23  # bits
+SCALE = 2.0**20  # of the distances, so that subnormal ones have bins of their own
 
 
 def count_distances(
@@ -31,11 +30,13 @@ def count_distances(
     """Add the tokens to the counts, by the distance of each expert.
 
     Args:
-        counts: (bins + 1, E), int64. The last row has the tokens that the expert is closed to.
+        counts: (bins + 1, E), int64, by the bits of the distance times ``SCALE``. The last row has the tokens
+            that the expert is closed to.
         biased: (..., E), scores with the biases. A token with a NaN is not counted.
         values, best: (..., k + 1), the largest of them that were offered, and their indices.
         updates: 0-dim, int64. After an odd number of them distances are from the middle of the two cutoffs.
-        octave: 0-dim, int64: where the bins end, as an exponent in the bits of a float32; 0: around 1.
+        octave: (E,), int64: where the bins of each expert end, as an exponent in the bits of a float32; 0:
+            all exponents have bins.
         mask: None, or (...), bool; False where a token is not counted.
         sums, tops, closed: None, or of G groups of neighbours: (..., G), the sums by which groups are chosen;
             (..., M + 1), the largest of these; and (..., G), bool, whether the group is closed to the token.
@@ -64,19 +65,19 @@ def count_distances(
 
 
 def _distance(scores: Tensor, chosen: Tensor, values: Tensor, both: Tensor) -> Tensor:
-    """How much each score has to rise to be among the chosen, ≤ 0 for these: from the cutoffs, which are the
-    last two of the largest scores, ``values``, or else from the middle between them."""
+    """How much each score has to rise to be among the chosen, ≤ 0 for these, times SCALE: from the cutoffs,
+    which are the last two of the largest scores, ``values``, or else from the middle between them."""
     last, next = values[..., -2:].split(1, -1)
     middle = torch.where(last == next, last, last / 2 + next / 2).nan_to_num(0.0, math.inf, -math.inf)
     cutoff = torch.where(chosen, torch.where(both, next, middle), torch.where(both, last, middle))
-    return (cutoff - scores).float().masked_fill(scores == cutoff, 0)  # ∞ − ∞ is NaN
+    return ((cutoff - scores) * SCALE).float().masked_fill(scores == cutoff, 0)  # ∞ − ∞ is NaN
 
 
 def window(octave: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """The bits of the smallest distance that has a bin of its own, and how many bits at the end of a float32
-    make no difference to the bin, in int64."""
+    """For each expert the bits of the smallest distance that has a bin of its own, and how many bits at the
+    end of a float32 make no difference to the bin, in int64."""
     wide = octave == 0
-    start = (octave - OCTAVES).masked_fill(wide, WIDE)
+    start = (octave - OCTAVES).masked_fill(wide, 0)
     return start << MANTISSA, dropped_bits(bins) + WIDER * wide
 
 

@@ -14,7 +14,7 @@ from khot._kernels.triton.sizes import cdiv
 __all__ = ["KERNELS", "count_distances"]
 
 OCTAVES, MANTISSA = tl.constexpr(reference.OCTAVES), tl.constexpr(reference.MANTISSA)
-WIDE, WIDER = tl.constexpr(reference.WIDE), tl.constexpr(reference.WIDER)
+SCALE, WIDER = tl.constexpr(reference.SCALE), tl.constexpr(reference.WIDER)
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _distance(scores, chosen, last, next, both):
     middle = tl.where(last == next, last, last * 0.5 + next * 0.5)
     middle = tl.where(middle == middle, middle, 0.0)
     cutoff = tl.where(chosen, tl.where(both, next, middle), tl.where(both, last, middle))
-    return tl.where(scores == cutoff, 0.0, (cutoff - scores).to(tl.float32))
+    return tl.where(scores == cutoff, 0.0, ((cutoff - scores) * SCALE).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -68,9 +68,9 @@ def _count_distances(
         larger = tl.where((short > distance) | (short != short), short, distance)
         distance = tl.where(shut | chosen, larger, distance)
 
-    octave = tl.load(octave_pointer)
+    octave = tl.load(octave_pointer + column, mask=column < n, other=0)
     wide = octave == 0
-    lowest = (tl.where(wide, WIDE, octave - OCTAVES) << MANTISSA).to(tl.int32)
+    lowest = (tl.where(wide, 0, octave - OCTAVES) << MANTISSA).to(tl.int32)
     dropped = DROPPED + tl.where(wide, WIDER, 0)
     bits = tl.abs(distance).to(tl.int32, bitcast=True)
     place = tl.minimum(tl.maximum((bits - lowest) >> dropped, 0), HALF - 1)
