@@ -395,7 +395,7 @@ def test_layers_launch_little(device: Device, name: str) -> None:
 
 
 #: Operations of torch in an update of balancers of one kind, however many there are.
-UPDATE = 87
+UPDATE = 104
 
 
 @pytest.mark.parametrize(

@@ -359,13 +359,14 @@ def _step(balancers: Sequence[QuantileBalancer], counts: Tensor, part: float | T
     low, high, far = (bits.view(torch.float32).double() * steps.sign() / SCALE).split(1, 1)  # the lower edges
     inner = low + fraction * (high - low)
     # float32 is finest around 0: a bias that the bin leaves on either side of it starts from there
-    to_zero = -before.double().unsqueeze(1)
+    wide = before.double()
+    to_zero = -wide.unsqueeze(1)
     inner = torch.where((low < to_zero) & (to_zero < high), to_zero, inner)
     # all between the tokens of bin i and those of the next bin are quantiles
     nearest = torch.maximum(torch.minimum(far, high.clamp(min=0)), high)
     closed, counted = available == 0, available.any(-1)
     quantile = torch.where(reached == shares, nearest, inner).squeeze(1).masked_fill(closed, 0)
-    bias = before.double() + part * quantile
+    bias = wide + part * quantile
     scale = torch.minimum(low.abs(), high.abs()).squeeze(1)
     bias = (bias - _excess(bias, scale, closed)).float()
     size = torch.maximum(steps[:, 0], ~steps[:, 0])  # of either sign
@@ -393,8 +394,7 @@ def _excess(bias: Tensor, scale: Tensor, closed: Tensor) -> Tensor:
     from each other, and the largest bias may stay a little below 0 where the least does not feel it.
     """
     most, top = bias.masked_fill(closed, -math.inf).max(-1, keepdim=True)
-    least = bias.masked_fill(closed, math.inf).amin(-1, keepdim=True)
-    unfelt = (most <= 0) & (most > ROUNDING * least)
+    unfelt = (most <= 0) & (most > ROUNDING * bias.amin(-1, keepdim=True))
     return torch.where(unfelt, (most + BELOW * scale.gather(-1, top)).clamp(max=0), most)
 
 
