@@ -30,11 +30,8 @@ LARGEST = 0x69800000  # the bits of 2⁶⁴ times SCALE, by which a bias moves a
 ROUNDING = 2.0**-24  # the share of a float32 that is lost to it
 BELOW = 2.0**12  # distances of its tokens that the largest bias may lie below 0: half of the digits are left
 FEWEST_BINS, MOST_BINS = OCTAVES, OCTAVES << 10
-PATIENT, FASTEST = (
-    20,
-    2.0**10,
-)  # updates of a cold start before steps of the same sign are doubled, and how far
 ROUNDS, SOLVED = 100, 0.01  # of a cold start: updates at most, and the error of a load at which it ends
+PATIENT, FASTEST = 20, 2.0**10  # the updates before it doubles steps of the same sign, and how far it does
 
 _Self = TypeVar("_Self", bound="QuantileBalancer")
 
