@@ -179,3 +179,10 @@ def modules_of_the_reference() -> list[str]:
 def test_tab_shows_what_is_public(name: str) -> None:
     module = pytest.importorskip(name, exc_type=ImportError)
     assert {n for n in dir(module) if not n.startswith("__")} == set(module.__all__)
+
+
+def test_the_map_of_the_gpu_kernels_has_every_file() -> None:
+    folder = PACKAGE / "_kernels" / "triton"
+    named = re.findall(r"`(\w+\*?)\.py`", (folder / "README.md").read_text(encoding="utf-8"))
+    files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    assert files == {name for name in named if not name.endswith("*")}

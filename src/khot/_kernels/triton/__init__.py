@@ -1,44 +1,5 @@
-"""Triton kernels, for CUDA and ROCm: one read of the row, one write.
-
-A row of up to `RESIDENT` entries stays on chip: one program reads it, runs the whole solver on it and writes
-y. Several short rows share a program. In the forward pass of the soft top-k twice as many entries of half
-precision do, two to a register (`packed`). Longer rows stream past one program each, several times, where
-there are many of them. Few and very long rows are split over programs: every pass is one launch, and the
-number of launches is fixed, so that nothing waits for the device and a CUDA graph can hold it all.
-
-The soft top-k of float32 and narrower scores has kernels of its own, in which per-row scalars are float32 as
-well: `threshold` finds t, with the formulas of the CDFs in `terms`; around it are `resident` for rows of one
-program and `split` for those of many, and `pull` has the gradients of both. An evaluation takes a
-third of the instructions there, and most rows need few. A split row takes four launches. Rows that do not
-converge are searched in float64 in the same launch. Where only t is asked for, `polish` takes it to the
-digits of float64.
-
-A top-k in magnitude is the same with other terms (`pooled`): `pooled_rows` has what its kernels have in
-common, `magnitude` those of rows of one program, `split_magnitude` those of rows of many, and
-`exact_magnitude` the search in float64.
-
-Soft budgets by score go the same way: the entries of `resident_budget` are pairs of scores and costs, which
-`costs` adds up for `threshold`. `split_budget` has the rows of many programs, and `budget` decides which
-kernels a batch of budgets takes.
-
-`exact` is the search in float64, for float64 scores, for those rows, and for other budgets: `exact_sums` has
-its passes over the entries, `exact_backward` the gradients, and `exact_split` takes the float32 threshold of
-rows that programs share to the digits of float64 in one more launch. `ways` decides which kernels a batch of
-soft top-ks takes.
-
-Masks, signs and other dimensions are torch's operations; in plain calls, which go without Python (`native`),
-they are launches of one kernel (`around`).
-
-Laplace's ranks and sorts of short rows (`ranks`, `sorts`) take one launch each way, in which the program
-sorts; `laplace` decides which of them, or the scans in float64 (`scans`), a batch takes. From ranks,
-`ranking_losses` has the losses of lists. `row_sort` sorts longer rows, for these and others.
-
-Soft permutations of short rows (`permutation`) find all thresholds of a row by `threshold` and write the
-matrix in the same launch.
-
-Elsewhere the arithmetic on entries is in float32 for float32, bfloat16 and float16 scores, and in float64 for
-sums and per-row scalars; float64 scores are float64 throughout.
-"""
+"""Triton kernels, for CUDA and ROCm: one read of the row, one write. `README.md` beside this file says how a
+call becomes a launch, and which file has what."""
 
 from khot._kernels.triton import around as around
 from khot._kernels.triton.assign import soft_assign as soft_assign
