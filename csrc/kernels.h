@@ -282,11 +282,6 @@ struct Served {
   void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t count);
   // The k largest entries of so many rows.
   void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t count);
-  // The soft ranks and the soft sort under the Laplace CDF, of contiguous rows of kFloat or kDouble.
-  void (*laplace_rank)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,
-                       void* out);
-  void (*laplace_sort)(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending,
-                       void* out);
 };
 
 // The copies, of which x86-64 has all and other architectures the first.

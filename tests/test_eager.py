@@ -22,18 +22,7 @@ from khot.cdfs import CDFName
 
 pytestmark = pytest.mark.skipif(not eager.in_use(), reason="the extension for small calls is not in use")
 
-CALLS = (
-    *(
-        "soft_topk",
-        "soft_count",
-        "inverse_soft_count",
-        "topk",
-        "topk_mask",
-        "soft_rank",
-        "soft_sort",
-        "pareto",
-    ),
-)
+CALLS = ("soft_topk", "soft_count", "inverse_soft_count", "topk", "topk_mask")
 CDFS = ("logistic", "laplace", "normal", "uniform")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -147,16 +136,6 @@ SELECTIONS: list[Callable[[Tensor, Any], Tensor]] = [
     lambda x, k: khot.soft_topk(x, k, x.dim() - 1, tau=3),
     partial(khot.soft_topk, hard=True),
 ]
-PAIRWISE = partial(khot.soft_rank, cdf="logistic")  # a sum over all pairs of entries
-RANKINGS: list[Callable[..., Tensor]] = [
-    *(function.call for function in FUNCTIONS.values()),
-    khot.soft_rank,
-    partial(khot.soft_rank, descending=True),
-    PAIRWISE,
-    khot.soft_sort,
-    partial(khot.soft_sort, descending=True),
-    partial(khot.soft_sort, method="projection"),
-]
 TAUS: tuple[Any, ...] = (
     1.0,
     2,
@@ -187,11 +166,9 @@ def test_forward_is_that_of_the_ordinary_way(rows: str, k: Any) -> None:
 @pytest.mark.parametrize("tau", TAUS, ids=str)
 def test_temperatures_are_those_of_the_ordinary_way(rows: str, tau: Any) -> None:
     for dtype in DTYPES:
-        for i, rank in enumerate(RANKINGS):
-            if rank is PAIRWISE and rows == "long":
-                continue  # seconds of the ordinary way, twice
-            here, there = both(partial(rank, ROWS[rows].to(dtype), tau=tau))
-            assert same(here, there), (i, dtype, here, there)
+        for output, function in FUNCTIONS.items():
+            here, there = both(partial(function.call, ROWS[rows].to(dtype), tau=tau))
+            assert same(here, there), (output, dtype, here, there)
 
 
 @pytest.mark.parametrize("cdf", CDFS)
@@ -253,19 +230,12 @@ def test_rows_that_do_not_lie_in_order(output: str, cdf: Any) -> None:
         torch.testing.assert_close(second, other)
 
 
-@pytest.mark.parametrize("name", ["topk_mask", "soft_rank", "soft_sort", "pareto"])
-def test_other_calls_of_rows_that_do_not_lie_in_order(name: str) -> None:
-    call = {
-        "topk_mask": lambda x: khot.topk_mask(x, 2),
-        "soft_rank": khot.soft_rank,
-        "soft_sort": khot.soft_sort,
-        "pareto": lambda x: khot.sampling.sample(x, generator=torch.Generator().manual_seed(0)),
-    }[name]
-    probs = torch.full((9, 4), 0.5) + 0.1 * scores(9, 4).tanh()
-    with answers(name) as answered:
-        here = call(probs.mT)
+def test_hard_masks_of_rows_that_do_not_lie_in_order() -> None:
+    x = scores(9, 4)
+    with answers("topk_mask") as answered:
+        here = khot.topk_mask(x.mT, 2)
     assert answered == [True]
-    assert same(here, call(probs.mT.contiguous()))
+    assert same(here, khot.topk_mask(x.mT.contiguous(), 2))
 
 
 @pytest.mark.parametrize("cdf", CDFS[:3])
@@ -560,15 +530,6 @@ def test_other_objects_are_left_to_the_ordinary_way(cdf: Any, output: str) -> No
     assert same(here, there)
 
 
-def test_ranks_take_the_laplace_object() -> None:
-    for call, name in ((khot.soft_rank, "soft_rank"), (khot.soft_sort, "soft_sort")):
-        with answers(name) as answered:
-            by_object = call(scores(3, 9), cdf=khot.cdfs.Laplace())
-            call(scores(3, 9), cdf=khot.cdfs.Logistic())
-        assert answered == [True, False]
-        assert same(by_object, call(scores(3, 9)))
-
-
 def test_layers_make_plain_calls() -> None:
     """A layer keeps its CDF as an object."""
     x = scores(4, 64).requires_grad_()
@@ -585,9 +546,6 @@ def test_profiles_show_the_operators() -> None:
         khot.soft_count(x, 0.0).sum().backward()
         khot.topk(x, 2)
         khot.topk_mask(x, 2)
-        khot.soft_rank(x.detach())
-        khot.soft_sort(x.detach())
-        khot.sampling.sample(torch.full((4, 64), 0.5))
     names = {event.name for event in profile.function_events or []}
     assert {
         "khot::soft_topk",
@@ -596,9 +554,6 @@ def test_profiles_show_the_operators() -> None:
         "khot::soft_count_backward",
         "khot::topk",
         "khot::topk_mask",
-        "khot::laplace_count",
-        "khot::laplace_thresholds",
-        "khot::pareto_sample",
     } <= names
 
 

@@ -8,9 +8,6 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/selection.h"
-#include "bindings/soft_count.h"
-#include "bindings/soft_topk.h"
 #include "bindings/sorted.h"
 
 namespace khot {
@@ -167,43 +164,8 @@ Tensor decay_scan(Tensor w, Tensor g, bool reverse) {
   return out;
 }
 
-// row_of(scores, workspace, out, order) on every row of a small contiguous tensor.
-template <class RowOf>
-void small_rows(Dtype dtype, const void* x, int64_t rows, int64_t n, int arrays, void* out,
-                const RowOf& row_of) {
-  std::vector<int32_t> order(n);
-  for_dtype(dtype == Dtype::kDouble ? ScalarType::Double : ScalarType::Float, [&](auto zero) {
-    using R = decltype(zero);
-    laplace::Workspace<R> work(n, arrays);
-    for (int64_t at = 0; at < rows * n; at += n) {
-      row_of(static_cast<const R*>(x) + at, work, static_cast<R*>(out) + at, order.data());
-    }
-  });
-}
-
-void small_rank(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending, void* out) {
-  small_rows(dtype, x, rows, n, 4, out, [=](auto* from, auto& work, auto* to, int32_t* order) {
-    laplace::count_row(from, n, nullptr, n, tau, descending, work, to, order, nullptr);
-  });
-}
-
-void small_sort(Dtype dtype, const void* x, int64_t rows, int64_t n, double tau, bool descending, void* out) {
-  std::vector<int32_t> places(n);
-  small_rows(dtype, x, rows, n, 5, out, [&](auto* from, auto& work, auto* to, int32_t* order) {
-    laplace::thresholds_row(from, n, nullptr, n, tau, work, nullptr, to, order, places.data());
-    if (!descending) std::reverse(to, to + n);
-  });
-}
-
 }  // namespace
 }  // namespace khot
-
-extern "C" __attribute__((visibility("default"))) const void* khot_served() {
-  static const khot::Served served{khot::kernels(),     khot::sampling_kernels(), khot::forward_rows,
-                                   khot::backward_rows, khot::count_rows,         khot::count_rows_backward,
-                                   khot::topk_rows,     khot::small_rank,         khot::small_sort};
-  return &served;
-}
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("decay_scan", TORCH_BOX(&khot::decay_scan));

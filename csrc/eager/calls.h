@@ -20,10 +20,11 @@ KHOT_CALL(inverse_soft_count);
 // cpu_calls.cpp
 KHOT_CALL(topk);
 KHOT_CALL(topk_mask);
-KHOT_CALL(soft_rank);
-KHOT_CALL(soft_sort);
+// gpu_draws.cpp
 KHOT_CALL(pareto);
 // gpu_calls.cpp
+KHOT_CALL(soft_rank);
+KHOT_CALL(soft_sort);
 KHOT_CALL(soft_topk_magnitude);
 KHOT_CALL(soft_budget);
 KHOT_CALL(selectable);
@@ -55,9 +56,6 @@ enum Operator : int64_t {
 
 // The result of a plain call on a GPU; null, without an error of Python's, if it is left to other ways.
 PyObject* call(Operator which, PyObject* const* args);
-
-// pareto(probs, dim, generator, least), likewise.
-PyObject* pareto(PyObject* const* args);
 
 // topk(input, k, dim, largest, sorted), without a gradient; false if it is left to other ways.
 bool topk(PyObject* const* args, at::Tensor& values, at::Tensor& indices);

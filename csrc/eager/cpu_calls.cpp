@@ -1,14 +1,9 @@
-// Other plain calls on the CPU: the top-k, the hard mask, ranks, sorts and the Pareto sample.
+// Other plain calls on the CPU: the top-k and the hard mask.
 #include <ATen/ops/scatter.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
-#include <torch/csrc/Generator.h>
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
-#include <memory>
-#include <optional>
 #include <tuple>
 
 #include "eager/calls.h"
@@ -130,134 +125,6 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (starts_with_nan(static_cast<const char*>(rows.out(row)), scores.dtype)) Py_RETURN_NONE;
   }
   return THPVariable_Wrap(std::move(y));
-  END_HANDLE_TH_ERRORS
-}
-
-namespace {
-
-// ---------------------------------------------------------------------------------- ranks and sorts
-
-// The tensor, temperature and dtype of a soft rank or sort that needs no gradient.
-struct Ranked {
-  const Tensor* x = nullptr;
-  Dtype dtype;
-  double tau;
-  bool descending;
-};
-
-// (input, dim, tau, cdf, descending, method, regularization, mask)
-Ranked ranked(PyObject* const* args) {
-  if (cdf_of(args[3]) != Cdf::kLaplace || !PyBool_Check(args[4]) || !named(args[5], "count") ||
-      !named(args[6], "l2") || args[7] != Py_None) {
-    return {};
-  }
-  const Tensor* x = rows_of(args[0], args[1], kMost);
-  const auto tau = number(args[2]);
-  if (x == nullptr || !tau || !(*tau > 0 && std::isfinite(*tau))) return {};
-  if ((at::GradMode::is_enabled() && x->requires_grad()) || x->element_size() < 4) return {};
-  return {x, *dtype_of(*x), *tau, args[4] == Py_True};
-}
-
-}  // namespace
-
-PyObject* soft_rank(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8, "khot: soft_rank takes 8 arguments");
-  if (PyObject* const there = gpu::call(gpu::kSoftRank, args)) return there;
-  const Ranked call = ranked(args);
-  if (call.x == nullptr) Py_RETURN_NONE;
-  RECORD_FUNCTION("khot::laplace_count", std::vector<c10::IValue>());
-  const Tensor x = call.x->contiguous();
-  Tensor rank = at::empty(x.sizes(), x.options());
-  const int64_t n = x.size(-1);
-  served->laplace_rank(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, call.descending,
-                       rank.mutable_data_ptr());
-  return THPVariable_Wrap(std::move(rank));
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* soft_sort(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8, "khot: soft_sort takes 8 arguments");
-  if (PyObject* const there = gpu::call(gpu::kSoftSort, args)) return there;
-  const Ranked call = ranked(args);
-  if (call.x == nullptr) Py_RETURN_NONE;
-  RECORD_FUNCTION("khot::laplace_thresholds", std::vector<c10::IValue>());
-  const Tensor x = call.x->contiguous();
-  Tensor sorted = at::empty(x.sizes(), x.options());
-  const int64_t n = x.size(-1);
-  served->laplace_sort(call.dtype, x.const_data_ptr(), x.numel() / n, n, call.tau, call.descending,
-                       sorted.mutable_data_ptr());
-  return THPVariable_Wrap(std::move(sorted));
-  END_HANDLE_TH_ERRORS
-}
-
-namespace {
-
-// ---------------------------------------------------------------------------------- the Pareto sample
-
-// What the kernel refuses must not have used up a random number.
-template <class R>
-bool probabilities(const R* p, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (!(p[i] >= 0 && p[i] <= 1)) return false;
-  }
-  return true;
-}
-
-template <class R>
-void draw(const Tensor& probs, Dtype dtype, double least, double tolerance, uint64_t seed, Tensor& sample) {
-  const int64_t n = probs.size(-1), rows = probs.numel() / n;
-  const Rows from(probs, dtype);
-  R* to = sample.mutable_data_ptr<R>();
-  const std::unique_ptr<double[]> work(new double[scratch_size(n)]);
-  const int64_t together = rows_together(n);
-  const std::unique_ptr<bool[]> chosen(new bool[together * (n + 1)]);
-  Row group[kRowsTogether];
-  for (int64_t first = 0; first < rows; first += together) {
-    const int64_t count = std::min(together, rows - first);
-    for (int64_t j = 0; j < count; ++j) group[j] = from(first + j);
-    TORCH_CHECK(
-        served->sampling.pareto(group, count, n, least, tolerance, seed, first, work.get(), chosen.get()),
-        "khot: a row was refused that may be drawn");
-    for (int64_t j = 0; j < count; ++j, to += n) std::copy_n(chosen.get() + j * (n + 1), n, to);
-  }
-}
-
-}  // namespace
-
-// pareto(probs, dim, generator, least)
-PyObject* pareto(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "khot: pareto takes 4 arguments");
-  if (PyObject* const there = gpu::pareto(args)) return there;
-  const Tensor* found = rows_of(args[0], args[1], kMost);
-  const auto least = number(args[3]);
-  if (found == nullptr || !least || found->element_size() < 4) Py_RETURN_NONE;
-  std::optional<at::Generator> generator;
-  if (args[2] != Py_None) {
-    if (!THPGenerator_Check(args[2])) Py_RETURN_NONE;
-    generator = THPGenerator_Unwrap(args[2]);
-    if (!generator->device().is_cpu()) Py_RETURN_NONE;
-  }
-  const Tensor probs = found->contiguous();
-  const int64_t n = probs.size(-1);
-  const bool wide = probs.scalar_type() == at::kDouble;
-  if (wide ? !probabilities(probs.const_data_ptr<double>(), probs.numel())
-           : !probabilities(probs.const_data_ptr<float>(), probs.numel())) {
-    Py_RETURN_NONE;
-  }
-  Tensor seed = empty({}, probs.device(), at::kLong);
-  draw_seed(seed, generator);
-  const uint64_t key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
-  RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
-  Tensor sample = at::empty(probs.sizes(), probs.options());
-  if (wide) {
-    draw<double>(probs, Dtype::kDouble, *least, n * std::numeric_limits<double>::epsilon(), key, sample);
-  } else {
-    draw<float>(probs, Dtype::kFloat, *least, n * std::numeric_limits<float>::epsilon(), key, sample);
-  }
-  return THPVariable_Wrap(std::move(sample));
   END_HANDLE_TH_ERRORS
 }
 

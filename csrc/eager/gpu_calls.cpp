@@ -208,6 +208,20 @@ namespace khot {
 // missed(): whether the last call that was asked for is plain, but has no prepared launch.
 PyObject* missed(PyObject*, PyObject* const*, Py_ssize_t) { return PyBool_FromLong(gpu::is_missed()); }
 
+// soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
+KHOT_CALL(soft_rank) {
+  HANDLE_TH_ERRORS
+  return gpu::call_or_none(gpu::kSoftRank, args, count);
+  END_HANDLE_TH_ERRORS
+}
+
+// soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
+KHOT_CALL(soft_sort) {
+  HANDLE_TH_ERRORS
+  return gpu::call_or_none(gpu::kSoftSort, args, count);
+  END_HANDLE_TH_ERRORS
+}
+
 // soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
 KHOT_CALL(soft_topk_magnitude) {
   HANDLE_TH_ERRORS

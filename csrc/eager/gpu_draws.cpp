@@ -67,19 +67,29 @@ Tensor Draw::sample(const void* probs, at::IntArrayRef sizes, c10::Device device
   return made;
 }
 
-PyObject* pareto(PyObject* const* args) {
+}  // namespace khot::gpu
+
+namespace khot {
+
+// pareto(probs, dim, generator, least)
+KHOT_CALL(pareto) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 4, "khot: pareto takes 4 arguments");
+  using namespace gpu;
   is_missed() = false;
-  if (driver().launch == nullptr) return nullptr;
+  if (driver().launch == nullptr) Py_RETURN_NONE;
   const Tensor* const probs = rows_in(args[0], args[1]);
-  if (probs == nullptr || !is_there(*probs) || !probs->is_contiguous()) return nullptr;
+  if (probs == nullptr || !is_there(*probs) || !probs->is_contiguous()) Py_RETURN_NONE;
   Draw draw;
-  if (!draw.find(Signature(kParetoSample, *probs, probs->size(-1)), args[2], args[3])) return nullptr;
+  if (!draw.find(Signature(kParetoSample, *probs, probs->size(-1)), args[2], args[3])) Py_RETURN_NONE;
   const c10::DeviceGuard current(probs->device());
   Launches launches(probs->device());
   launches.reserve(draw.bytes());
   RECORD_FUNCTION("khot::pareto_sample", std::vector<c10::IValue>());
   Tensor sample = draw.sample(probs->const_data_ptr(), probs->sizes(), probs->device(), launches);
-  return sample.defined() && launches.start() ? THPVariable_Wrap(std::move(sample)) : nullptr;
+  if (!sample.defined() || !launches.start()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(sample));
+  END_HANDLE_TH_ERRORS
 }
 
-}  // namespace khot::gpu
+}  // namespace khot

@@ -1,10 +1,10 @@
 """Plain calls in eager mode, in C++ from their arguments to their result (``csrc/eager``).
 
 A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
-dispatch, checks and errors are there. Of all but the soft top-k, the soft count, its inverse and the top-k,
-only small calls are taken. On a GPU, calls of the operators in :data:`ON_GPUS` are taken once the ordinary
-way has made a call with rows like theirs, and has prepared its launches (:mod:`khot._kernels.triton.native`),
-which it does where a plain call was :data:`missed`; the ordinary way's own launches go through :data:`start`.
+dispatch, checks and errors are there. Of hard masks, only small ones are taken. On a GPU, calls of the
+operators in :data:`ON_GPUS` are taken once the ordinary way has made a call with rows like theirs, and has
+prepared its launches (:mod:`khot._kernels.triton.native`), which it does where a plain call was
+:data:`missed`; the ordinary way's own launches go through :data:`start`.
 Where a call is asked for, Dynamo must not see it. All other tracers are modes, which the extension sees.
 The extension is written in torch's C++ interface, which is not stable, so it is used with the torch that it
 was built with, whose version is in its name. Without it every call returns None.
@@ -65,16 +65,14 @@ inverse_soft_count: _Call = _ordinary
 topk: Callable[..., tuple[Tensor, Tensor] | None] = _ordinary
 #: topk_mask(input, k, dim, largest, mask, group)
 topk_mask: _Call = _ordinary
-#: soft_rank(input, dim, tau, cdf, descending, method, regularization, mask), on the CPU where no gradient is
-#: needed
-soft_rank: _Call = _ordinary
-#: soft_sort(input, dim, tau, cdf, descending, method, regularization, mask), likewise
-soft_sort: _Call = _ordinary
-#: pareto(probs, dim, generator, least): a sample of each row, on the CPU where its sum of p(1 − p) is at
-#: least that
-pareto: _Call = _ordinary
 
 # On a GPU alone:
+#: soft_rank(input, dim, tau, cdf, descending, method, regularization, mask), with its gradient
+soft_rank: _Call = _ordinary
+#: soft_sort(input, dim, tau, cdf, descending, method, regularization, mask), with its gradient
+soft_sort: _Call = _ordinary
+#: pareto(probs, dim, generator, least): a sample of each row
+pareto: _Call = _ordinary
 #: soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group), with its gradient
 soft_topk_magnitude: _Call = _ordinary
 #: soft_budget(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group), with the
@@ -136,7 +134,7 @@ def load(kernels: ctypes.CDLL, cdfs: dict[str, type]) -> None:
 
     A call takes a CDF by its name in ``cdfs``, or an object of exactly that class.
     """
-    global soft_topk, soft_count, inverse_soft_count, topk, topk_mask, soft_rank, soft_sort, pareto
+    global soft_topk, soft_count, inverse_soft_count, topk, topk_mask
     extension = _extension()
     if extension is None or not hasattr(kernels, "khot_served"):  # built from other sources
         return
@@ -144,7 +142,6 @@ def load(kernels: ctypes.CDLL, cdfs: dict[str, type]) -> None:
     extension.serve(kernels.khot_served(), cdfs)
     soft_topk, topk, topk_mask = extension.soft_topk, extension.topk, extension.topk_mask
     soft_count, inverse_soft_count = extension.soft_count, extension.inverse_soft_count
-    soft_rank, soft_sort, pareto = extension.soft_rank, extension.soft_sort, extension.pareto
 
 
 def use_driver(
