@@ -53,10 +53,8 @@ def calls() -> Iterator[tuple[str, tuple[int, ...], str, Call]]:
     from khot._ops.soft_topk import threshold_map
 
     for name, (shape, call, *_) in LAUNCHES.items():
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32", "bfloat16", "float64"):
             yield name, shape, dtype, call
-    for name in ("soft_topk", "kth_value", "topk_mask"):
-        yield name, (4_096, 64), "float64", partial(getattr(khot, name), k=8)
     two = torch.tensor(2.0, dtype=torch.float64)
     for cdf in map(khot.cdfs.resolve, ("logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3))):
         outputs = {
