@@ -113,10 +113,7 @@ def _check(left_at, begin_at, sum_at, before_at, after_at, n, parts, CHUNK: tl.c
 
 
 @triton.jit
-def _drop(
-    left_at, begin_at, end_at, sum_at, before_at, after_at, n, parts, steps,
-    CHUNK: tl.constexpr, ORDINARY: tl.constexpr,
-):  # fmt: skip
+def _drop(left_at, begin_at, end_at, sum_at, before_at, after_at, n, parts, steps, CHUNK: tl.constexpr):
     """Drops what is not above all chords to the places left that are 1, 2, 4, … away at least."""
     lane = tl.arange(0, CHUNK)
     for part in range(parts):
@@ -128,12 +125,8 @@ def _drop(
             here = tl.load(sum_at + column, mask=asked, other=0.0)
             falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
             given = ((here,), column, n, begin, end, asked, sum_at, before_at, after_at)
-            if ORDINARY:
-                for hop in tl.static_range(steps):
-                    falls, rises = steepest(falls, rises, 1 << hop, *given, 0, False)
-            else:
-                for hop in range(steps):
-                    falls, rises = steepest(falls, rises, 1 << hop, *given, 0, False)
+            for hop in range(steps):
+                falls, rises = steepest(falls, rises, 1 << hop, *given, 0, False)
             marked = tl.load(left_at + column, mask=asked, other=0) == 2
             tl.store(left_at + column, lane * 0, mask=asked & (marked | (falls <= rises)))
 
@@ -154,10 +147,7 @@ def _project_long_rows(
     z_pointer, z_stride, order_pointer, order_stride, w_pointer, w_stride, w_order_pointer, w_order_stride,
     tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer, w_index_pointer, start_pointer,
     after_pointer, left_pointer, sums_pointer, n, parts, steps, CHUNK: tl.constexpr,
-    ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
-    """ORDINARY, if not 0, takes so many turns, with all chords that a row has: for counting their
-    instructions, and for nothing else."""
     row = tl.program_id(0).to(tl.int64)
     z_at, w_at = z_pointer + row * z_stride, w_pointer + row * w_stride
     begin_at, end_at = index_pointer + row * n, w_index_pointer + row * n
@@ -211,37 +201,19 @@ def _project_long_rows(
         end = tl.load(end_at + column + 1, mask=column + 1 < n, other=n)
         inner, here = valid & (column > begin), tl.load(sum_at + column, mask=valid, other=0.0)
         falls, rises = here * 0 + float("inf"), here * 0 - float("inf")
-        if ORDINARY:
-            for hop in tl.static_range(steps):
-                falls, rises = _chord(
-                    falls, rises, 1 << hop, 0.5**hop, here, column, begin, end, inner, sum_at
-                )  # fmt: skip
-        else:
-            scale = tl.zeros((), tl.float64) + 1
-            for hop in range(steps):
-                falls, rises = _chord(
-                    falls, rises, 1 << hop, scale, here, column, begin, end, inner, sum_at
-                )  # fmt: skip
-                scale *= 0.5
+        scale = tl.zeros((), tl.float64) + 1
+        for hop in range(steps):
+            falls, rises = _chord(falls, rises, 1 << hop, scale, here, column, begin, end, inner, sum_at)
+            scale *= 0.5
         left = (column == begin) | (falls > rises)
         tl.store(left_at + column, tl.where(left, 1, 0), mask=valid)
 
     _link(left_at, before_at, after_at, n, parts, CHUNK)
     found = _check(left_at, begin_at, sum_at, before_at, after_at, n, parts, CHUNK)
-    if ORDINARY:
-        for _turn in tl.static_range(ORDINARY - 1):
-            _drop(
-                left_at, begin_at, end_at, sum_at, before_at, after_at, n, parts, steps, CHUNK, ORDINARY
-            )  # fmt: skip
-            _link(left_at, before_at, after_at, n, parts, CHUNK)
-            _check(left_at, begin_at, sum_at, before_at, after_at, n, parts, CHUNK)
-    else:
-        while found:
-            _drop(
-                left_at, begin_at, end_at, sum_at, before_at, after_at, n, parts, steps, CHUNK, ORDINARY
-            )  # fmt: skip
-            _link(left_at, before_at, after_at, n, parts, CHUNK)
-            found = _check(left_at, begin_at, sum_at, before_at, after_at, n, parts, CHUNK)
+    while found:
+        _drop(left_at, begin_at, end_at, sum_at, before_at, after_at, n, parts, steps, CHUNK)
+        _link(left_at, before_at, after_at, n, parts, CHUNK)
+        found = _check(left_at, begin_at, sum_at, before_at, after_at, n, parts, CHUNK)
 
     # the sums of blocks, which stand at their first places
     last, total = parts * 0 - 1, tl.zeros((), tl.float64)

@@ -297,11 +297,10 @@ def solve_losses(
     rows, n_columns, evaluations, power_high, power_low,
     CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr,
     PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
-    CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each, or one of any length that streams past. FINE
-    says that all of it takes float64. ORDINARY is as for :func:`.resident.solve_rows`; targets are 0 or 1
-    then."""
+    says that all of it takes float64."""
     row, there = place_rows(rows, TOGETHER)
     ok = there & ~there
     if not FINE:
@@ -323,11 +322,11 @@ def solve_losses(
         power = tl.zeros((), tl.float32) + power_high
         hi, lo, ok, inverse, _ = find(
             x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
-            CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY, TOGETHER == 1 and not STREAM,
+            CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, TOGETHER == 1 and not STREAM,
         )  # fmt: skip
         scale = inverse * unit(CDF)
         given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
-        if any_row(soft, TOGETHER) and not ORDINARY:
+        if any_row(soft, TOGETHER):
             loss = losses_of(
                 at, target_at, there, n_columns, wide(per, TOGETHER), given, CDF, WHOLE, True,
                 TOGETHER, 1, WIDTH,
@@ -344,16 +343,15 @@ def solve_losses(
         tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
         tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
 
-    if not ORDINARY:
-        rescue(
-            there & ~ok, row, _loss_exactly,
-            (
-                x_pointer, x_stride, target_pointer, target_stride, (k_pointer, k_stride, k_high, k_low),
-                (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
-                loss_pointer, share_pointer, hi_pointer, lo_pointer, n_columns, CDF, CHUNK,
-            ),
-            TOGETHER,
-        )  # fmt: skip
+    rescue(
+        there & ~ok, row, _loss_exactly,
+        (
+            x_pointer, x_stride, target_pointer, target_stride, (k_pointer, k_stride, k_high, k_low),
+            (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
+            loss_pointer, share_pointer, hi_pointer, lo_pointer, n_columns, CDF, CHUNK,
+        ),
+        TOGETHER,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -398,7 +396,6 @@ def pull_losses(
     dx_pointer, dtau_pointer, rows, n_columns, power_high, power_low,
     CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr,
     PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
-    ORDINARY: tl.constexpr = 0,
 ):  # fmt: skip
     """dL/dx = F − T, and dL/dτ from the loss, times the gradient that comes in."""
     row, there = place_rows(rows, TOGETHER)
@@ -421,17 +418,16 @@ def pull_losses(
         rate = loss / tl.where(ok, tau, 1.0).to(tl.float64) - moved
         tl.store(dtau_pointer + row, grad.to(tl.float64) * rate, mask=ok)
 
-    if not ORDINARY:
-        rescue(
-            there & ~ok, row, _pull_exactly,
-            (
-                x_pointer, x_stride, target_pointer, target_stride,
-                (grad_pointer, grad_stride, grad_high, grad_low), share_pointer, hi_pointer, lo_pointer,
-                (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
-                dx_pointer, dtau_pointer, n_columns, CDF, CHUNK,
-            ),
-            TOGETHER,
-        )  # fmt: skip
+    rescue(
+        there & ~ok, row, _pull_exactly,
+        (
+            x_pointer, x_stride, target_pointer, target_stride,
+            (grad_pointer, grad_stride, grad_high, grad_low), share_pointer, hi_pointer, lo_pointer,
+            (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
+            dx_pointer, dtau_pointer, n_columns, CDF, CHUNK,
+        ),
+        TOGETHER,
+    )  # fmt: skip
 
 
 KERNELS = (solve_losses, pull_losses)

@@ -46,11 +46,10 @@ def solve_magnitudes(
     out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations, power_high,
     P: tl.constexpr, SIGNED: tl.constexpr, FINE: tl.constexpr, WHOLE: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
-    STREAM: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    STREAM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each, or one of any length that streams past. Where
-    entries are SIGNED they stand for their size. FINE says that all of it takes float64, ORDINARY that
-    nothing does: for counting instructions, and for nothing else."""
+    entries are SIGNED they stand for their size. FINE says that all of it takes float64."""
     row, there = place_rows(rows, TOGETHER)
     ok = there & ~there
     if not FINE:
@@ -79,16 +78,15 @@ def solve_magnitudes(
                 y = pooled_result(x[i], given, P, WHOLE).to(out_pointer.dtype.element_ty)
                 tl.store(to + i * WIDTH, y, mask=valid)
 
-    if not ORDINARY:
-        rescue(
-            there & ~ok, row, _solve_exactly,
-            (
-                x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
-                (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
-                P, SIGNED, CHUNK,
-            ),
-            TOGETHER,
-        )  # fmt: skip
+    rescue(
+        there & ~ok, row, _solve_exactly,
+        (
+            x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
+            (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
+            P, SIGNED, CHUNK,
+        ),
+        TOGETHER,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -140,9 +138,9 @@ def pull_magnitudes(
     hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dtau_pointer,
     rows, n_columns,
     P: tl.constexpr, SIGNED: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients in x and τ. FINE and ORDINARY are as for :func:`solve_magnitudes`."""
+    """The gradients in x and τ. FINE is as for :func:`solve_magnitudes`."""
     row, there = place_rows(rows, TOGETHER)
     ok = there & ~there
     if not FINE:
@@ -163,18 +161,17 @@ def pull_magnitudes(
             P, SIGNED, TOGETHER, PIECES, WIDTH,
         )  # fmt: skip
 
-    if not ORDINARY:
-        rescue(
-            there & ~ok, row, _pull_exactly,
-            (
-                x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
-                (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low),
-                (k_pointer, k_stride, k_high, k_low), hi_pointer, lo_pointer,
-                (tau_pointer, tau_stride, tau_high, tau_low), dx_pointer, dtau_pointer, rows, n_columns,
-                P, SIGNED, CHUNK,
-            ),
-            TOGETHER,
-        )  # fmt: skip
+    rescue(
+        there & ~ok, row, _pull_exactly,
+        (
+            x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
+            (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low),
+            (k_pointer, k_stride, k_high, k_low), hi_pointer, lo_pointer,
+            (tau_pointer, tau_stride, tau_high, tau_low), dx_pointer, dtau_pointer, rows, n_columns,
+            P, SIGNED, CHUNK,
+        ),
+        TOGETHER,
+    )  # fmt: skip
 
 
 @triton.jit

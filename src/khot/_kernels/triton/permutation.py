@@ -135,10 +135,8 @@ def _permute(
     x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer,
     n, groups, evaluations, power_high, power_low,
     CDF: tl.constexpr, WHOLE: tl.constexpr, LEVELS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    EXACT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """ORDINARY, if not 0, leaves out all but the path of ordinary levels that take so many evaluations: for
-    counting its instructions, and for nothing else."""
     row, group = tl.program_id(0).to(tl.int64) // groups, tl.program_id(0) % groups
     slot, column = tl.arange(0, LEVELS), tl.arange(0, WIDTH)[None, :]
     level = 1 + group * (LEVELS - 1) + slot
@@ -150,7 +148,7 @@ def _permute(
     for i in tl.static_range(PIECES):
         odd += x[i] * 0 if EXACT else tl.where(column + i * WIDTH < n, x[i] * 0, 0.0)
     last, first, strange = nothing + n.to(tl.float32), nothing, nothing
-    if not ORDINARY and any_row(~(tl.sum(odd, axis=1) == 0), LEVELS):  # of NaN if an entry is not finite
+    if any_row(~(tl.sum(odd, axis=1) == 0), LEVELS):  # of NaN if an entry is not finite
         kinds, kept = (), ()
         for i in tl.static_range(PIECES):
             kinds = plus(kinds, _kinds(x[i]))
@@ -170,7 +168,7 @@ def _permute(
     power = tl.zeros((), tl.float32) + power_high
     hi, lo, ok, _, _ = find(
         x, at, nothing + origin, live, n, goal - first, nothing, nothing + tau, power, evaluations,
-        CDF, WHOLE, LEVELS, PIECES, WIDTH, EXACT, False, ORDINARY,
+        CDF, WHOLE, LEVELS, PIECES, WIDTH, EXACT, False,
     )  # fmt: skip
     fine_hi, fine_lo, ok = polish(
         x, at, n, hi.to(tl.float64), lo.to(tl.float64), ok, (goal - first).to(tl.float64),
@@ -187,20 +185,19 @@ def _permute(
     known = (ok | ~live) & (level < n)
     tl.store(hi_at, tl.where(live, fine_hi, settled), mask=known)
     tl.store(lo_at, tl.where(live, fine_lo, settled), mask=known)
-    if not ORDINARY:
-        missing = live & ~ok
-        if any_row(missing, LEVELS):
-            source = (row_at, row_at, 0, n)
-            exact_tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
-            for r in range(LEVELS):
-                if any_row(missing & (slot == r), LEVELS):
-                    k = (1 + group * (LEVELS - 1) + r).to(tl.float64)
-                    exact_hi, exact_lo = find_exactly(
-                        source, k, exact_tau, 0.0, joined(power_high, power_low), CDF, BY_COUNT, False, CHUNK
-                    )
-                    at_level = row * (n + 1) + 1 + group * (LEVELS - 1) + r
-                    tl.store(hi_pointer + at_level, exact_hi)
-                    tl.store(lo_pointer + at_level, exact_lo)
+    missing = live & ~ok
+    if any_row(missing, LEVELS):
+        source = (row_at, row_at, 0, n)
+        exact_tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+        for r in range(LEVELS):
+            if any_row(missing & (slot == r), LEVELS):
+                k = (1 + group * (LEVELS - 1) + r).to(tl.float64)
+                exact_hi, exact_lo = find_exactly(
+                    source, k, exact_tau, 0.0, joined(power_high, power_low), CDF, BY_COUNT, False, CHUNK
+                )
+                at_level = row * (n + 1) + 1 + group * (LEVELS - 1) + r
+                tl.store(hi_pointer + at_level, exact_hi)
+                tl.store(lo_pointer + at_level, exact_lo)
     tl.debug_barrier()  # thresholds of other threads are read
 
     # the place before each level, but in the last program the place after it

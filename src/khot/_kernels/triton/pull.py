@@ -230,13 +230,10 @@ def _pull_exactly(
 def pull_rows(
     grad, grad_lo, x, cost, t, tau, to, rows, n_columns, power,
     L: tl.constexpr, T: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr,
-    ORDINARY: tl.constexpr = False,
 ):  # fmt: skip
     """dL/dx = (u − w f·pull)/τ and dL/dw = −y·pull with pull = dL/dgoal = Σu/Σwf, less τ/Σwf times the
     gradient in lo if that is ASKED for; dL/dτ = (pull·Σwfz − Σuz)/τ. By value pull = Σuw/Σw²f, less τ/Σw²f
     times that gradient, and dL/dw = −y·pull − t·dL/dx. AT_MOST a budget that is not spent pulls nothing.
-
-    ORDINARY leaves out the rescue: for counting instructions, and for nothing else.
     """
     row, there = place_rows(rows, T.together)
     hi, lo, own_tau, inverse, given = _threshold(t, tau, power, row, there, L, T.together)
@@ -253,11 +250,10 @@ def pull_rows(
     goes = _results(to, entries(row, n_columns, column, T.together), L)
     _write(at, grad_at, goes, ok, n_columns, given, pull, hi, lo, inverse, kept, L, T)
 
-    if not ORDINARY:
-        rescue(
-            there & ~ok, row, _pull_exactly,
-            (grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T.chunk), T.together,
-        )  # fmt: skip
+    rescue(
+        there & ~ok, row, _pull_exactly,
+        (grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T.chunk), T.together,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- rows of many programs

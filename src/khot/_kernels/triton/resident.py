@@ -179,15 +179,12 @@ def solve_rows(
     out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations, power_high, power_low,
     CDF: tl.constexpr, WHOLE: tl.constexpr,
     OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr, POLISHED: tl.constexpr = False,
-    ORDINARY: tl.constexpr = 0, PACKED: tl.constexpr = False,
+    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
+    POLISHED: tl.constexpr = False, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
     many entries at a time. POLISHED says that t is to have the digits of float64, and PACKED that a row is
     held two entries to a word (:mod:`.packed`).
-
-    ORDINARY, if not 0, leaves out all but the path of an ordinary row that takes so many evaluations: for
-    counting its instructions, and for nothing else.
     """
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
@@ -204,7 +201,7 @@ def solve_rows(
     power = tl.zeros((), tl.float32) + power_high
     hi, lo, ok, inverse, rest = find(
         x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
-        CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, ORDINARY, TOGETHER == 1 and not STREAM,
+        CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, TOGETHER == 1 and not STREAM,
     )  # fmt: skip
 
     fine_hi, fine_lo = hi.to(tl.float64), lo.to(tl.float64)
@@ -237,16 +234,15 @@ def solve_rows(
                 out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
                 tl.store(to + i * WIDTH, out, mask=valid)
 
-    if not ORDINARY:
-        rescue(
-            there & ~ok, row, _solve_exactly,
-            (
-                x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
-                (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
-                joined(power_high, power_low), CDF, OUTPUT, CHUNK,
-            ),
-            TOGETHER,
-        )  # fmt: skip
+    rescue(
+        there & ~ok, row, _solve_exactly,
+        (
+            x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
+            (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
+            joined(power_high, power_low), CDF, OUTPUT, CHUNK,
+        ),
+        TOGETHER,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from khot._kernels.triton.costs import (
 )
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY, BY_SCORE, BY_VALUE
-from khot._kernels.triton.fast import LOG2E, inverse_of, joined, reciprocal, two_sum, wide
+from khot._kernels.triton.fast import LOG2E, inverse_of, joined, reciprocal, wide
 from khot._kernels.triton.functions import VALUE
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.resident import (
@@ -181,7 +181,6 @@ def _find(
     x, at, origin, there, n_columns, k, k_rest, per, good, tau, power, evaluations, grain, floor,
     CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    ORDINARY: tl.constexpr,
 ):  # fmt: skip
     """t of rows, where entries spend k, in the units of their costs, of which `per` make one; and which of
     the rows have one. Also returned are 1/τ and what k leaves of all costs."""
@@ -213,25 +212,12 @@ def _find(
     ok = ok & (loose | (tl.abs(hi) < 1e30))
     hi = tl.where(loose, 0.0, hi)
     lo = hi * 0
-    if ORDINARY:
-        for _ in tl.static_range(ORDINARY):
-            sums = over(
-                x, at, n_columns, paid_terms,
-                (
-                    wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE,
-                    grain, BY,
-                ),
-                COUNT, TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
-            )  # fmt: skip
-            _, _, h, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, lo, power, CDF, BY)
-            hi, lo = two_sum(hi, lo + h * tau)
-    else:
-        hi, lo, solved = iterate(
-            x, at, n_columns, hi, lo, low, high, crowd, loose | ~ok, n, k, k_rest, tau, inverse,
-            power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM,
-            base=per, grain=grain, floor=floor, BY=BY,
-        )  # fmt: skip
-        ok = ok & solved
+    hi, lo, solved = iterate(
+        x, at, n_columns, hi, lo, low, high, crowd, loose | ~ok, n, k, k_rest, tau, inverse,
+        power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM,
+        base=per, grain=grain, floor=floor, BY=BY,
+    )  # fmt: skip
+    ok = ok & solved
     if AT_MOST:
         ok = ok & (loose | (hi > 0))
     return hi, lo, ok, inverse, rest
@@ -284,10 +270,10 @@ def solve_budgets(
     rows, n_columns, evaluations, slack, grain, floor, power_high, power_low,
     CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, TOGETHER: tl.constexpr,
     PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
-    CHUNK: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
-    many entries at a time. ORDINARY is as for :func:`.resident.solve_rows`."""
+    many entries at a time."""
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     cost_at = cost_pointer + entries(row, cost_row, column.to(tl.int64) * cost_column, TOGETHER)
@@ -303,7 +289,7 @@ def solve_budgets(
     power = tl.zeros((), tl.float32) + power_high
     hi, lo, ok, inverse, rest = _find(
         pairs, at, origin, there, n_columns, k * per, k_rest * per, per, good, tau, power, evaluations,
-        grain, floor, CDF, WHOLE, BY, AT_MOST, TOGETHER, PIECES, WIDTH, STREAM, ORDINARY,
+        grain, floor, CDF, WHOLE, BY, AT_MOST, TOGETHER, PIECES, WIDTH, STREAM,
     )  # fmt: skip
 
     apart = per.to(tl.float64) if BY == BY_VALUE else 1.0
@@ -319,17 +305,16 @@ def solve_budgets(
             y = share_of(pairs[i][0], pairs[i][1], values, CDF, WHOLE, BY)
             tl.store(to + i * WIDTH, y.to(out_pointer.dtype.element_ty), mask=valid)
 
-    if not ORDINARY:
-        rescue(
-            there & ~ok, row, _solve_exactly,
-            (
-                x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer,
-                n_columns, (budget_pointer, budget_stride, budget_high, budget_low), budget_rest,
-                (tau_pointer, tau_stride, tau_high, tau_low), slack, joined(power_high, power_low),
-                CDF, BY, AT_MOST, CHUNK,
-            ),
-            TOGETHER,
-        )  # fmt: skip
+    rescue(
+        there & ~ok, row, _solve_exactly,
+        (
+            x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer,
+            n_columns, (budget_pointer, budget_stride, budget_high, budget_low), budget_rest,
+            (tau_pointer, tau_stride, tau_high, tau_low), slack, joined(power_high, power_low),
+            CDF, BY, AT_MOST, CHUNK,
+        ),
+        TOGETHER,
+    )  # fmt: skip
 
 
 KERNELS = (solve_budgets,)

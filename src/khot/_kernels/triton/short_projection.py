@@ -107,17 +107,15 @@ def digits_of(x):
 
 
 @triton.jit
-def _in_order(at, step, column, valid, n, TOGETHER: tl.constexpr, DOUBLES: tl.constexpr, KNOWN: tl.constexpr):
-    """Entries in descending order, their columns, and NaN if there is one in the row. KNOWN leaves out what
-    sorts them."""
+def _in_order(at, step, column, valid, n, TOGETHER: tl.constexpr, DOUBLES: tl.constexpr):
+    """Entries in descending order, their columns, and NaN if there is one in the row."""
     x = tl.load(at, mask=valid, other=0.0).to(tl.float32)
     followed = valid & across(column + 1 < n, TOGETHER)
     after = tl.load(at + step, mask=followed, other=0.0).to(tl.float32)
     y, order = x, tl.where(valid, across(column, TOGETHER), 0)
-    if not KNOWN:
-        unordered = tl.max(tl.where(followed, tl.where(x >= after, 0, 1), 0)) > 0
-        if unordered:
-            y, order = sorted_rows(x, column, valid, TOGETHER, DOUBLES)
+    unordered = tl.max(tl.where(followed, tl.where(x >= after, 0, 1), 0)) > 0
+    if unordered:
+        y, order = sorted_rows(x, column, valid, TOGETHER, DOUBLES)
     return tl.where(valid, y, 0.0), order, nan_of(x, 0 if TOGETHER == 1 else 1)
 
 
@@ -254,18 +252,16 @@ def _project_rows(
     out_pointer, index_pointer, w_index_pointer, start_pointer, held_pointer, left_pointer, sums_pointer,
     rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
-    STEPS: tl.constexpr, KL: tl.constexpr, ORDINARY: tl.constexpr = 0,
+    STEPS: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
-    """ORDINARY, if not 0, leaves out all but the path of rows whose w is in order, with so many turns: for
-    counting its instructions, and for nothing else."""
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     valid = inside(there, column, n, TOGETHER, EXACT)
     z_at = z_pointer + entries(row, z_stride, column, TOGETHER)
-    z, order, poison = _in_order(z_at, 1, column, valid, n, TOGETHER, DOUBLES, False)
+    z, order, poison = _in_order(z_at, 1, column, valid, n, TOGETHER, DOUBLES)
     w_at = w_pointer + entries(row, w_row, column.to(tl.int64) * w_column, TOGETHER)
-    w, w_order, bad = _in_order(w_at, w_column, column, valid, n, TOGETHER, DOUBLES, ORDINARY > 0)
+    w, w_order, bad = _in_order(w_at, w_column, column, valid, n, TOGETHER, DOUBLES)
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     tl.store(index_pointer + at, order, mask=valid)
     tl.store(w_index_pointer + at, w_order, mask=valid)
@@ -305,12 +301,11 @@ def _project_rows(
         certain = valid & (i > 0) & (tl.load(before_at + i, mask=valid & (i > 0), other=0) > most)
         d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
         sums = tl.cumsum(d, AXIS)
-        if not ORDINARY:
-            any_ends = tl.max(tl.where(certain, 1, 0)) > 0
-            if any_ends:
-                begin, end = _segments(certain, i, n, AXIS)
-                d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
-                _, sums = tl.associative_scan((begin, d), AXIS, within)
+        any_ends = tl.max(tl.where(certain, 1, 0)) > 0
+        if any_ends:
+            begin, end = _segments(certain, i, n, AXIS)
+            d = tl.where(valid, (u - tl.load(u_at + begin)) - (v - tl.load(v_at + begin)), 0.0)
+            _, sums = tl.associative_scan((begin, d), AXIS, within)
         tl.store(sum_at + i + 1, sums, mask=valid)
         tl.store(sum_at + i, 0.0, mask=valid & (i == 0))
     tl.debug_barrier()
@@ -332,34 +327,20 @@ def _project_rows(
         rises = tl.where(far & (slope > rises), slope, rises)
     left = valid & ((i == begin) | _above(falls, rises, KL))
 
-    if ORDINARY:
-        for turn in tl.static_range(ORDINARY):
-            first, stop, dropped = _neighbours(
-                left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS, KL
+    first, stop, dropped = _neighbours(
+        left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS, KL
+    )  # fmt: skip
+    while tl.max(tl.where(dropped, 1, 0)) > 0:
+        falls, rises = here[0] * 0 + float("inf"), here[0] * 0 - float("inf")
+        for hop in range(STEPS):
+            falls, rises = steepest(
+                falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at, after_at,
+                size, KL,
             )  # fmt: skip
-            falls, rises = here[0] * 0 + float("inf"), here[0] * 0 - float("inf")
-            if turn + 1 < ORDINARY:
-                for hop in tl.static_range(STEPS):
-                    falls, rises = steepest(
-                        falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at,
-                        after_at, size, KL,
-                    )  # fmt: skip
-            left = left & tl.where(dropped | (inner & ~_above(falls, rises, KL)), False, True)
-    else:
+        left = left & tl.where(dropped | (inner & ~_above(falls, rises, KL)), False, True)
         first, stop, dropped = _neighbours(
             left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS, KL
         )  # fmt: skip
-        while tl.max(tl.where(dropped, 1, 0)) > 0:
-            falls, rises = here[0] * 0 + float("inf"), here[0] * 0 - float("inf")
-            for hop in range(STEPS):
-                falls, rises = steepest(
-                    falls, rises, 1 << hop, here, i, n, begin, end, inner & left, sum_at, before_at, after_at,
-                    size, KL,
-                )  # fmt: skip
-            left = left & tl.where(dropped | (inner & ~_above(falls, rises, KL)), False, True)
-            first, stop, dropped = _neighbours(
-                left, inner, here, i, n, begin, valid, sum_at, size, before_at, after_at, AXIS, KL
-            )  # fmt: skip
 
     ahead = u - tl.load(u_at + first)
     v_first = tl.load(v_at + first)

@@ -619,25 +619,20 @@ def iterate(
 def find(
     x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
     CDF: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr, ORDINARY: tl.constexpr = 0,
-    AGAIN: tl.constexpr = False,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr, AGAIN: tl.constexpr = False,
 ):  # fmt: skip
-    """t of rows, and which of them have one. Also returned are 1/τ and n − k. AGAIN is as in :func:`iterate`.
-
-    ORDINARY, if not 0, leaves out all but the path of an ordinary row that takes so many evaluations: for
-    counting its instructions, and for nothing else.
-    """
+    """t of rows, and which of them have one. Also returned are 1/τ and n − k. AGAIN is as in
+    :func:`iterate`."""
     if STREAM:
         n, first, second = over(x, at, n_columns, moment_terms, origin, 3, 1, PIECES, WIDTH, True)
         n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
     else:
         n = origin * 0 + tl.cast(n_columns, tl.float32)
         first, second = _moments(x, at, origin, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-        if not ORDINARY:  # noqa: SIM102 (known when it is compiled, the other is not)
-            if any_row(~(second < float("inf")), TOGETHER):
-                n, first, second = over(
-                    x, at, n_columns, moment_terms, wide(origin, TOGETHER), 3, TOGETHER, PIECES, WIDTH, False
-                )
+        if any_row(~(second < float("inf")), TOGETHER):
+            n, first, second = over(
+                x, at, n_columns, moment_terms, wide(origin, TOGETHER), 3, TOGETHER, PIECES, WIDTH, False
+            )
     inverse = inverse_of(tau)
     scale = inverse * unit(CDF)
     rest = n - k
@@ -674,25 +669,14 @@ def find(
         last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
         hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
         done = done | last
-    if ORDINARY:
-        seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
-        for _ in tl.static_range(ORDINARY - 1 if CDF == LOGISTIC else ORDINARY):
-            sums = over(
-                x, at, n_columns, terms,
-                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
-                term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
-            )  # fmt: skip
-            _, _, h, _, _, _, _, _ = taylor_step(sums, k, k_rest, seen, lo, power, CDF)
-            hi, lo = two_sum(hi, lo + tl.where(done, 0.0, h) * tau)
-    else:
-        # bounds on any quantile (Cantelli), a little wider than they need to be; and the entries in a τ
-        ratio = tl.sqrt(k * reciprocal(rest))
-        low = (origin + offset) - 1.001 * deviation * ratio
-        high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
-        crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
-        hi, lo, solved = iterate(
-            x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse,
-            power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM, AGAIN,
-        )  # fmt: skip
-        ok = ok & solved
+    # bounds on any quantile (Cantelli), a little wider than they need to be; and the entries in a τ
+    ratio = tl.sqrt(k * reciprocal(rest))
+    low = (origin + offset) - 1.001 * deviation * ratio
+    high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
+    crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
+    hi, lo, solved = iterate(
+        x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse,
+        power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM, AGAIN,
+    )  # fmt: skip
+    ok = ok & solved
     return hi, lo, ok & there, inverse, rest
