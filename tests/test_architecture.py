@@ -186,3 +186,113 @@ def test_the_map_of_the_gpu_kernels_has_every_file() -> None:
     named = re.findall(r"`(\w+\*?)\.py`", (folder / "README.md").read_text(encoding="utf-8"))
     files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
     assert files == {name for name in named if not name.endswith("*")}
+
+
+def device_functions() -> dict[str, int]:
+    """How many parameters each function has that Triton compiles."""
+    found = {}
+    for file in sorted((PACKAGE / "_kernels" / "triton").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(d) for d in node.decorator_list
+            ):
+                found[f"{file.stem}.{node.name}"] = len(node.args.args)
+    return found
+
+
+#: Device functions of more than :data:`FEW` parameters. Values that belong together are one of them
+#: (:mod:`khot._kernels.triton.arguments`).
+MANY = {
+    "around._around",
+    "assign_backward.pull_columns",
+    "assign_backward.pull_entries",
+    "assign_steps.begin_assignments",
+    "assign_steps.step_assignments",
+    "assign_whole._solve",
+    "assign_whole._write",
+    "assign_whole.solve_whole",
+    "between._resident_quantiles",
+    "count_distances._count_distances",
+    "counts._count",
+    "counts._count_densities",
+    "counts._pull_levels",
+    "counts._pull_entries",
+    "counts._pull_row",
+    "designs._duels",
+    "draws._choose",
+    "exact.solve_exactly",
+    "exact_backward.pull_rows_exactly",
+    "exact_split._polish_parts",
+    "exact_split._write_fine",
+    "exact_split._pull_fine",
+    "exact_split._write_pull_fine",
+    "greedy._greedy_rows",
+    "largest._search_rows",
+    "levels._bracket",
+    "levels._finish",
+    "long_projection._project_long_rows",
+    "losses.solve_losses",
+    "losses.pull",
+    "losses.pull_losses",
+    "magnitude.solve_magnitudes",
+    "magnitude._pull",
+    "magnitude.pull_magnitudes",
+    "magnitude._pull_exactly",
+    "permutation._permute",
+    "permutation._pull_permutations",
+    "projection._project",
+    "projection._pull",
+    "pull._pull_parts",
+    "ranking_losses._ndcg",
+    "ranks._rank_rows",
+    "ranks._pull_ranks",
+    "ranks._rank_long_rows",
+    "ranks._pull_long_ranks",
+    "resident.solve_rows",
+    "resident_budget._find",
+    "resident_budget._solve_exactly",
+    "resident_budget.solve_budgets",
+    "short_projection._project_rows",
+    "short_projection._pull_rows",
+    "sorts._sort_rows",
+    "sorts._pull_sorts",
+    "sorts._pull_long_sorts",
+    "split._sample_rows",
+    "split._sum_parts",
+    "split._finish_parts",
+    "split._write_parts",
+    "split_budget._weigh_budget_parts",
+    "split_budget._spend_parts",
+    "split_budget._rescue_budgets",
+    "split_budget._write_budget_parts",
+    "split_losses._loss_parts",
+    "split_losses._pull_loss_parts",
+    "split_magnitude._write_sizes",
+    "split_magnitude._pull_size_parts",
+    "split_magnitude._size_gradient_parts",
+    "threshold._search",
+    "threshold.advance",
+    "threshold.iterate",
+    "threshold.find",
+    "transport._transport",
+    "transport_backward._pull_transport",
+}
+FEW = 16
+
+
+def test_device_functions_have_few_parameters() -> None:
+    assert {name for name, count in device_functions().items() if count > FEW} == MANY
+
+
+def test_no_argument_has_a_field_that_tuples_have() -> None:
+    """In a kernel, a named tuple is one of Triton's, whose own attributes hide fields of these names."""
+    found = [
+        f"{file.stem}.{node.name}.{field.target.id}"
+        for file in sorted((PACKAGE / "_kernels" / "triton").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
+    taken = {"values", "type", "count", "index", "dtype"}
+    assert len(found) > 40 and [name for name in found if name.rpartition(".")[2] in taken] == []
