@@ -275,8 +275,9 @@ def _thresholds(values: dict[str, Any]) -> list[Tensor]:
 
 def _solve_rows(values: dict[str, Any]) -> None:
     x = _matrix(values, "x", values["x_stride"])
+    law = values["L"]
     out, hi, lo = OPERATORS["soft_topk"].kernel(
-        x, _number(values, "k"), _number(values, "tau"), CDFS[values["CDF"]], 0.0, OUTPUTS[values["OUTPUT"]]
+        x, _number(values, "k"), _number(values, "tau"), CDFS[law.cdf], 0.0, OUTPUTS[law.output]
     )
     _written(values, out=out, hi=hi, lo=lo)
 
@@ -323,11 +324,12 @@ def _pull_magnitudes(values: dict[str, Any]) -> None:
 
 
 def _solve_budgets(values: dict[str, Any]) -> None:
+    law = values["L"]
     y, hi, lo = OPERATORS["soft_budget"].kernel(
         _matrix(values, "x", values["x_stride"]),
         _matrix(values, "cost", values["cost_row"], values["cost_column"]),
         _number(values, "budget"),
-        _number(values, "tau"), CDFS[values["CDF"]], 0.0, FORMS[values["BY"]], values["AT_MOST"],
+        _number(values, "tau"), CDFS[law.cdf], 0.0, FORMS[law.by], values["AT_MOST"],
     )  # fmt: skip
     _written(values, out=y, hi=hi, lo=lo)
 

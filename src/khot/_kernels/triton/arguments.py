@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Law", "Matrix", "Pulled", "Rows", "Threshold", "Tile", "Values"]
+__all__ = ["Law", "Matrix", "Pairs", "Pulled", "Rows", "Scratch", "Threshold", "Tile", "Values"]
 
 
 class Rows(NamedTuple):
@@ -25,6 +25,13 @@ class Matrix(NamedTuple):
     pointer: Any
     row: int
     column: int
+
+
+class Pairs(NamedTuple):
+    """Rows of scores, and what their entries cost if they cost anything."""
+
+    x: Rows
+    cost: Matrix | None
 
 
 class Values(NamedTuple):
@@ -51,6 +58,16 @@ class Pulled(NamedTuple):
     dgoal: Any
     dtau: Any
     dcost: Any
+
+
+class Scratch(NamedTuple):
+    """What the programs that share a row leave for each other: the numbers of each row, how many programs are
+    through with it, what each part leaves, and entries that were gathered, if any are."""
+
+    state: Any
+    counter: Any
+    left: Any
+    window: Any = None
 
 
 class Tile(NamedTuple):

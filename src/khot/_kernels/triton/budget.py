@@ -14,14 +14,8 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import soft_budget as reference
-from khot._kernels.triton import (
-    exact,
-    exact_backward,
-    layout,
-    pull,
-    resident_budget,
-    split_budget,
-)
+from khot._kernels.triton import exact, exact_backward, layout, pull, resident_budget, split_budget
+from khot._kernels.triton.arguments import Threshold
 
 
 def soft_budget(
@@ -72,10 +66,10 @@ def soft_budget_backward(
         )  # fmt: skip
     dx, dcost = x.new_empty(x.shape), cost.new_empty(x.shape)
     dbudget, dtau = hi.new_empty(batch), hi.new_empty(batch)
+    t = Threshold(hi.contiguous(), lo.contiguous())
     given = (
         layout.matrix(grad, x), layout.values(grad_lo, batch, x.device), layout.rows(x, n),
-        layout.matrix(cost, x), (hi.contiguous(), lo.contiguous()), layout.values(tau, batch, x.device),
-        (dx, dcost, dbudget, dtau),
+        layout.matrix(cost, x), t, layout.values(tau, batch, x.device), (dx, dcost, dbudget, dtau),
     )  # fmt: skip
     F = cdfs.resolve(cdf, shape)
     kernels = pull if _in_float32(x, cost) else exact_backward

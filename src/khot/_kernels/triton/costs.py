@@ -116,14 +116,14 @@ def moment_count(BY):
 @triton.jit
 def paid_moments(entry, given):
     """The two parts of w, w d and w d² for d = x − origin, and by value w², w² d and w³; not finite if x is
-    not. Given are the origin, the grain and BY."""
+    not. Given are the origin, the grain and the law."""
     x, w = entry
     origin, grain = given[:2]
-    BY: tl.constexpr = given[2]
+    L: tl.constexpr = given[2]
     coarse = (w + grain) - grain
     d = tl.where(x == float("-inf"), 0.0, x - origin)
     wd = w * d
-    if BY == BY_VALUE:
+    if L.by == BY_VALUE:
         return coarse, w - coarse, wd, wd * d, w * w, w * wd, w * w * w
     else:
         return coarse, w - coarse, wd, wd * d
@@ -141,27 +141,27 @@ def paid_count(CDF, BY):
 @triton.jit
 def paid_terms(entry, given):
     """:func:`.terms.terms` of entries that cost w, times w; the first of them in two parts, the second of
-    which comes last. It is w of an entry above t and 0 of the others. Given are, after what
-    :func:`.terms.terms` is given, the grain and BY.
+    which comes last. It is w of an entry above t and 0 of the others. Given is, after what
+    :func:`.terms.terms` is given, the grain.
 
     By value the terms after the second are the derivatives of F, each times one power of w more; those of the
     normal CDF are in units of its greatest density.
     """
     x, w = entry
-    CDF: tl.constexpr = given[4]
-    BY: tl.constexpr = given[7]
-    if BY == BY_VALUE:
-        x, shift = priced(x, w, given[0], given[1], given[2], CDF, given[5])
-        sums = terms(x, (0.0, shift, given[2], given[3], CDF, given[5]))
+    L: tl.constexpr = given[4]
+    CDF: tl.constexpr = L.cdf
+    if L.by == BY_VALUE:
+        x, shift = priced(x, w, given[0], given[1], given[2], CDF, L.whole)
+        sums = terms(x, (0.0, shift, given[2], given[3], L))
     else:
         sums = terms(x, given)
     chosen = sums[0] + 0.5 if full_support(CDF) else sums[0]
     # not of w itself: the compiler would keep the parts of all entries over all evaluations
     paid = chosen * w
-    coarse = (paid + given[6]) - given[6]
+    coarse = (paid + given[5]) - given[5]
     held = (coarse,)
     held = held + (sums[1] * w,)  # type: ignore[assignment]  # noqa: RUF005
-    if BY == BY_VALUE:
+    if L.by == BY_VALUE:
         # powers of w alone would be kept, too
         density = sums[2] * 0.5 if CDF == LAPLACE else sums[2]
         density = density * w * w

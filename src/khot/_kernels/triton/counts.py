@@ -15,6 +15,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference.soft_count import levels, like_counts
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, joined, store
 from khot._kernels.triton.functions import POWER, full_support, median, place, side
@@ -292,7 +293,7 @@ class _Tile:
         given = layout.values if compute == tl.float32 else _in_memory
         self.x, self.tau, self.power = layout.rows(x, n), given(tau, batch, x.device), layout.power(F)
         if at.dim():
-            self.at = layout.Values(*layout.rows(at, self.m), 0.0, 0.0)
+            self.at = Values(*layout.rows(at, self.m), 0.0, 0.0)
         else:
             self.at = given(at, batch, x.device)
         self.which = {
@@ -306,8 +307,8 @@ class _Tile:
         }
 
 
-def _in_memory(value: Tensor, batch: torch.Size, device: torch.device) -> layout.Values:
-    return layout.Values(*layout.numbers(value, batch, device), 0.0, 0.0)
+def _in_memory(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
+    return Values(*layout.numbers(value, batch, device), 0.0, 0.0)
 
 
 def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:

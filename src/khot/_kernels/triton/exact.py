@@ -20,6 +20,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Matrix, Rows, Threshold, Values
 from khot._kernels.triton.exact_steps import (
     FARTHEST,
     NOISE,
@@ -31,7 +32,6 @@ from khot._kernels.triton.exact_steps import (
     next_state,
 )
 from khot._kernels.triton.exact_sums import (
-    BY,
     BY_COUNT,
     BY_VALUE,
     beside,
@@ -50,7 +50,6 @@ from khot._kernels.triton.fast import joined, store, two_sum
 from khot._kernels.triton.functions import (
     HUGE,
     LOG,
-    OUTPUTS,
     THRESHOLD,
     TINY,
     full_support,
@@ -94,13 +93,13 @@ def number64(pointer, stride, high, low, row):
 
 
 @triton.jit
-def row_source(x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, n, BY: tl.constexpr):
+def row_source(x, cost, row, n, BY: tl.constexpr):
     """The source of one row (:mod:`.exact_sums`)."""
-    x_at = x_pointer + row * x_stride
+    x_at = x.pointer + row * x.stride
     if BY == BY_COUNT:
         return x_at, x_at, 0, n
     else:
-        return x_at, cost_pointer + row * cost_row, cost_column, n
+        return x_at, cost.pointer + row * cost.row, cost.column, n
 
 
 @triton.jit
@@ -365,22 +364,19 @@ def _quantile(left, rest, free, power, CDF: tl.constexpr):
 
 @triton.jit
 def solve_exactly(
-    x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-    goal_pointer, goal_stride, goal_high, goal_low, goal_rest,
-    tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer, n, slack,
-    power_high, power_low,
-    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+    x, cost, goal, goal_rest, tau, out_pointer, t, n, slack, exponent, L: tl.constexpr, AT_MOST: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    power = joined(power_high, power_low)
-    source = row_source(x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, n, BY)
-    goal = number64(goal_pointer, goal_stride, goal_high, goal_low, row) + goal_rest
-    tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
-    hi, lo = find_exactly(source, goal, tau, slack, power, CDF, BY, AT_MOST, WIDTH)
-    tl.store(hi_pointer + row, hi)
-    tl.store(lo_pointer + row, lo)
-    if OUTPUT != THRESHOLD:
-        write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY, OUTPUT, WIDTH)
+    power = joined(*exponent)
+    source = row_source(x, cost, row, n, L.by)
+    own_goal = number64(*goal, row) + goal_rest
+    own_tau = number64(*tau, row)
+    hi, lo = find_exactly(source, own_goal, own_tau, slack, power, L.cdf, L.by, AT_MOST, WIDTH)
+    tl.store(t.hi + row, hi)
+    tl.store(t.lo + row, lo)
+    if L.output != THRESHOLD:
+        write_exactly(out_pointer + row * n, source, (hi, lo, own_tau, power), L.cdf, L.by, L.output, WIDTH)
 
 
 KERNELS = (solve_exactly,)
@@ -393,10 +389,10 @@ def chunk(n: int) -> dict[str, int]:
 
 
 def solve(
-    source: tuple[Tensor, int],
-    cost: tuple[Tensor | None, int, int],
+    source: Rows,
+    cost: Matrix | None,
     goal: tuple[Any, ...],
-    tau: layout.Values,
+    tau: Values,
     out: Tensor,
     hi: Tensor,
     lo: Tensor,
@@ -412,6 +408,6 @@ def solve(
     :func:`.layout.values` has it, and what is left of it (:func:`.layout.rest`)."""
     launch(
         solve_exactly, hi.numel(),
-        *source, *cost, *goal, *tau, out, hi, lo, n, slack, *layout.power(F),
-        CDF=layout.cdf_id(F.name), BY=BY[by], AT_MOST=at_most, OUTPUT=OUTPUTS[output], **chunk(n),
+        source, cost, Values(*goal[:4]), goal[4], tau, out, Threshold(hi, lo), n, slack, layout.power(F),
+        L=layout.law(F, by, output), AT_MOST=at_most, **chunk(n),
     )  # fmt: skip

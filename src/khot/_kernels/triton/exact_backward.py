@@ -13,9 +13,9 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Matrix, Pulled, Rows, Threshold, Values
 from khot._kernels.triton.exact import chunk, number64, row_source, share
 from khot._kernels.triton.exact_sums import (
-    BY,
     BY_COUNT,
     BY_VALUE,
     FARTHEST_Z,
@@ -30,7 +30,6 @@ from khot._kernels.triton.fast import joined, store
 from khot._kernels.triton.functions import (
     HUGE,
     LOG,
-    OUTPUTS,
     THRESHOLD,
     VALUE,
     full_support,
@@ -242,24 +241,16 @@ def _gap(
 
 @triton.jit
 def pull_rows_exactly(
-    grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low,
-    x_pointer, x_stride, cost_pointer, cost_row, cost_column, hi_pointer, lo_pointer,
-    tau_pointer, tau_stride, tau_high, tau_low,
-    dx_pointer, dcost_pointer, dgoal_pointer, dtau_pointer, n, power_high, power_low,
-    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
+    grad, grad_lo, x, cost, t, tau, to, n, exponent, L: tl.constexpr, AT_MOST: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    threshold = (
-        tl.load(hi_pointer + row), tl.load(lo_pointer + row),
-        number64(tau_pointer, tau_stride, tau_high, tau_low, row), joined(power_high, power_low),
-    )  # fmt: skip
-    dx_at = dx_pointer + row * n
+    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
+    dx_at = to.dx + row * n
     pull_exactly(
-        row_source(x_pointer, x_stride, cost_pointer, cost_row, cost_column, row, n, BY),
-        grad_pointer + row * grad_row, grad_column,
-        number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row), threshold,
-        dx_at, dx_at if BY == BY_COUNT else dcost_pointer + row * n, dgoal_pointer + row, dtau_pointer + row,
-        CDF, BY, AT_MOST, OUTPUT, WIDTH,
+        row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
+        number64(*grad_lo, row), threshold, dx_at, dx_at if L.by == BY_COUNT else to.dcost + row * n,
+        to.dgoal + row, to.dtau + row, L.cdf, L.by, AT_MOST, L.output, WIDTH,
     )  # fmt: skip
 
 
@@ -267,12 +258,12 @@ KERNELS = (pull_rows_exactly,)
 
 
 def backward(
-    grad: tuple[Tensor, int, int],
-    grad_lo: layout.Values,
-    source: tuple[Tensor, int],
-    cost: tuple[Tensor | None, int, int],
-    t: tuple[Tensor, Tensor],
-    tau: layout.Values,
+    grad: Matrix,
+    grad_lo: Values,
+    source: Rows,
+    cost: Matrix | None,
+    t: Threshold,
+    tau: Values,
     results: tuple[Tensor, Tensor | None, Tensor, Tensor],
     n: int,
     F: cdfs.CDF,
@@ -282,8 +273,9 @@ def backward(
     output: str = "y",
 ) -> None:
     """Fill the results: the gradients in the scores, the costs, the goal, and τ."""
+    dx, dcost, dgoal, dtau = results
     launch(
-        pull_rows_exactly, t[0].numel(),
-        *grad, *grad_lo, *source, *cost, *t, *tau, *results, n, *layout.power(F),
-        CDF=layout.cdf_id(F.name), BY=BY[by], AT_MOST=at_most, OUTPUT=OUTPUTS[output], **chunk(n),
+        pull_rows_exactly, t.hi.numel(),
+        grad, grad_lo, source, cost, t, tau, Pulled(dx, dgoal, dtau, dcost), n, layout.power(F),
+        L=layout.law(F, by, output), AT_MOST=at_most, **chunk(n),
     )  # fmt: skip

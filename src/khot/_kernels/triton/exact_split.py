@@ -22,6 +22,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Matrix, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import (
     between_levels,
     find_exactly,
@@ -64,10 +65,10 @@ EXACT = tl.constexpr(1e-13)  # of a step's error in τ that kinks between t befo
 
 
 @triton.jit
-def _part_source(x_pointer, x_stride, row, part, n, length):
+def _part_source(x, row, part, n, length):
     """The source of a part of a row."""
     start = part.to(tl.int64) * length
-    x_at = x_pointer + row * x_stride + start
+    x_at = x.pointer + row * x.stride + start
     return x_at, x_at, 0, tl.minimum(n - start, length).to(tl.int32)
 
 
@@ -148,48 +149,43 @@ def _step(left, parts, hi, lo, k, tau, power, PARTS: tl.constexpr, CDF: tl.const
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _polish_parts(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
-    hi_pointer, lo_pointer, state_pointer, counter_pointer, left_pointer,
-    n_columns, length, parts, power_high, power_low,
-    CDF: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    x, k, tau, t, scratch, n_columns, length, parts, exponent, CDF: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    state = state_pointer + row * STATE
+    state = scratch.state + row * STATE
     alone = tl.load(state + STATUS) == HOPELESS
     if ~alone | (part == 0):
-        k = number64(k_pointer, k_stride, k_high, k_low, row)
-        tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
-        power = joined(power_high, power_low)
+        own_k = number64(*k, row)
+        own_tau = number64(*tau, row)
+        power = joined(*exponent)
         if not alone:
-            hi, lo = two_sum(tl.load(state + BASE), tl.load(hi_pointer + row) + tl.load(lo_pointer + row))
-            left = left_pointer + row * LEFT * parts
-            source = _part_source(x_pointer, x_stride, row, part, n_columns, length)
-            _leave_sums(left + part, parts, source, (hi, lo, tau, power), CDF, CHUNK)
-            if last_of_row(counter_pointer + row, parts):
-                hi, lo, last = _step(left, parts, hi, lo, k, tau, power, PARTS, CDF)
-                tl.store(hi_pointer + row, hi)
-                tl.store(lo_pointer + row, lo)
+            hi, lo = two_sum(tl.load(state + BASE), tl.load(t.hi + row) + tl.load(t.lo + row))
+            left = scratch.left + row * LEFT * parts
+            source = _part_source(x, row, part, n_columns, length)
+            _leave_sums(left + part, parts, source, (hi, lo, own_tau, power), CDF, CHUNK)
+            if last_of_row(scratch.counter + row, parts):
+                hi, lo, last = _step(left, parts, hi, lo, own_k, own_tau, power, PARTS, CDF)
+                tl.store(t.hi + row, hi)
+                tl.store(t.lo + row, lo)
                 alone = ~last
         if alone:
-            x_at = x_pointer + row * x_stride
-            hi, lo = find_exactly((x_at, x_at, 0, n_columns), k, tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
-            tl.store(hi_pointer + row, hi)
-            tl.store(lo_pointer + row, lo)
+            x_at = x.pointer + row * x.stride
+            source = (x_at, x_at, 0, n_columns)
+            hi, lo = find_exactly(source, own_k, own_tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
+            tl.store(t.hi + row, hi)
+            tl.store(t.lo + row, lo)
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _write_fine(
-    x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer,
-    n_columns, length, parts, power_high, power_low,
-    CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    x, tau, out_pointer, t, n_columns, length, parts, exponent, CDF: tl.constexpr, OUTPUT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    threshold = (
-        tl.load(hi_pointer + row), tl.load(lo_pointer + row),
-        number64(tau_pointer, tau_stride, tau_high, tau_low, row), joined(power_high, power_low),
-    )  # fmt: skip
+    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
     to = out_pointer + row * n_columns + part.to(tl.int64) * length
-    source = _part_source(x_pointer, x_stride, row, part, n_columns, length)
+    source = _part_source(x, row, part, n_columns, length)
     write_exactly(to, source, threshold, CDF, BY_COUNT, OUTPUT, CHUNK)
 
 
@@ -202,27 +198,21 @@ PULLED = tl.constexpr(6)  # as many as that, and as many as a part leaves: |z| n
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _pull_fine(
-    grad_pointer, grad_row, grad_column, grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low,
-    x_pointer, x_stride, hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low,
-    dk_pointer, dtau_pointer, state_pointer, counter_pointer, left_pointer, n_columns, length, parts,
-    power_high, power_low, CDF: tl.constexpr, OUTPUT: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    grad, grad_lo, x, t, tau, dk_pointer, dtau_pointer, scratch, n_columns, length, parts, exponent,
+    CDF: tl.constexpr, OUTPUT: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    threshold = (
-        tl.load(hi_pointer + row), tl.load(lo_pointer + row),
-        number64(tau_pointer, tau_stride, tau_high, tau_low, row), joined(power_high, power_low),
-    )  # fmt: skip
-    grad_at = grad_pointer + row * grad_row
+    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
+    grad_at = grad.pointer + row * grad.row
     near, totals = pull_sums_exactly(
-        _part_source(x_pointer, x_stride, row, part, n_columns, length),
-        grad_at + part.to(tl.int64) * length * grad_column, grad_column, threshold,
-        CDF, BY_COUNT, OUTPUT, CHUNK,
+        _part_source(x, row, part, n_columns, length), grad_at + part.to(tl.int64) * length * grad.column,
+        grad.column, threshold, CDF, BY_COUNT, OUTPUT, CHUNK,
     )  # fmt: skip
-    left = left_pointer + row * PULLED * parts
+    left = scratch.left + row * PULLED * parts
     numbers = (near,) + totals  # noqa: RUF005
     for i in tl.static_range(PULLED):
         tl.store(left + i * parts + part, numbers[i])
-    if last_of_row(counter_pointer + row, parts):
+    if last_of_row(scratch.counter + row, parts):
         nears = of_parts(left, 0, parts, PARTS, FARTHEST_Z)
         near = tl.min(nears, axis=0)
         scale = tl.exp(log_scales(near, nears, CDF))
@@ -234,15 +224,14 @@ def _pull_fine(
             tl.sum(of_parts(left, 4, parts, PARTS, 0.0), axis=0),
             tl.sum(of_parts(left, 5, parts, PARTS, 0.0) * scale, axis=0),
         )
-        x_at = x_pointer + row * x_stride
+        x_at = x.pointer + row * x.stride
         dk, dtau, spread, gap = settle_pull(
-            near, totals, (x_at, x_at, 0, n_columns), grad_at, grad_column,
-            number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row), threshold,
-            CDF, BY_COUNT, False, OUTPUT, CHUNK,
+            near, totals, (x_at, x_at, 0, n_columns), grad_at, grad.column, number64(*grad_lo, row),
+            threshold, CDF, BY_COUNT, False, OUTPUT, CHUNK,
         )  # fmt: skip
         tl.store(dk_pointer + row, dk)
         tl.store(dtau_pointer + row, dtau)
-        state = state_pointer + row * PULLED
+        state = scratch.state + row * PULLED
         tl.store(state + NEAR, near)
         tl.store(state + SPREAD, spread)
         for i in tl.static_range(4):
@@ -251,25 +240,21 @@ def _pull_fine(
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _write_pull_fine(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, hi_pointer, lo_pointer,
-    tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, state_pointer, n_columns, length, parts,
-    power_high, power_low, CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
+    grad, x, t, tau, dx_pointer, state_pointer, n_columns, length, parts, exponent, CDF: tl.constexpr,
+    OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     start = part.to(tl.int64) * length
-    threshold = (
-        tl.load(hi_pointer + row), tl.load(lo_pointer + row),
-        number64(tau_pointer, tau_stride, tau_high, tau_low, row), joined(power_high, power_low),
-    )  # fmt: skip
+    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
     state = state_pointer + row * PULLED
     gap = (
         tl.load(state + UP), tl.load(state + DOWN), tl.load(state + AT_UP), tl.load(state + AT_DOWN)
     )  # fmt: skip
     dx_at = dx_pointer + row * n_columns + start
     write_pull_exactly(
-        dx_at, dx_at, _part_source(x_pointer, x_stride, row, part, n_columns, length),
-        grad_pointer + row * grad_row + start * grad_column, grad_column, threshold,
-        tl.load(state + NEAR), 0.0, tl.load(state + SPREAD), gap, CDF, BY_COUNT, False, OUTPUT, CHUNK,
+        dx_at, dx_at, _part_source(x, row, part, n_columns, length),
+        grad.pointer + row * grad.row + start * grad.column, grad.column, threshold, tl.load(state + NEAR),
+        0.0, tl.load(state + SPREAD), gap, CDF, BY_COUNT, False, OUTPUT, CHUNK,
     )  # fmt: skip
 
 
@@ -277,9 +262,9 @@ KERNELS = (_polish_parts, _write_fine, _pull_fine, _write_pull_fine)
 
 
 def soft_topk(
-    source: tuple[Tensor, int],
-    k: layout.Values,
-    tau: layout.Values,
+    source: Rows,
+    k: Values,
+    tau: Values,
     out: Tensor,
     hi: Tensor,
     lo: Tensor,
@@ -289,27 +274,27 @@ def soft_topk(
     output: str,
 ) -> None:
     """Fill out, unless only the threshold is asked for, hi and lo."""
-    state, counter, left, cut = solve(source, k, tau, hi, lo, rows, n, F, fine=True)
-    which = _which(cut, F)
+    t, power = Threshold(hi, lo), layout.power(F)
+    scratch, cut = solve(source, k, tau, t, rows, n, layout.law(F), power, fine=True)
+    which, size = _which(cut, F), (n, cut.length, cut.parts)
     launch(
         _polish_parts, rows * cut.parts,
-        *source, *k, *tau, hi, lo, state, counter, left, n, cut.length, cut.parts, *layout.power(F),
-        **which, PARTS=next_power_of_2(cut.parts),
+        source, k, tau, t, scratch._replace(window=None), *size, power, **which,
+        PARTS=next_power_of_2(cut.parts),
     )  # fmt: skip
     if output not in ("threshold", "rounded"):
         launch(
             _write_fine, rows * cut.parts,
-            *source, *tau, out, hi, lo, n, cut.length, cut.parts, *layout.power(F),
-            **which, OUTPUT=OUTPUTS[output],
+            source, tau, out, t, *size, power, **which, OUTPUT=OUTPUTS[output],
         )  # fmt: skip
 
 
 def soft_topk_backward(
-    grad: tuple[Tensor, int, int],
-    grad_lo: layout.Values,
-    source: tuple[Tensor, int],
-    t: tuple[Tensor, Tensor],
-    tau: layout.Values,
+    grad: Matrix,
+    grad_lo: Values,
+    source: Rows,
+    t: Threshold,
+    tau: Values,
     results: tuple[Tensor, Tensor, Tensor],
     rows: int,
     n: int,
@@ -319,19 +304,16 @@ def soft_topk_backward(
     """Fill the results: dx, dk and dtau."""
     dx, dk, dtau = results
     cut = layout.cut(rows, n)
-    state = dk.new_empty(rows, PULLED.value)
-    left = dk.new_empty(rows, PULLED.value, cut.parts)
-    counter = torch.zeros(rows, dtype=torch.int32, device=dk.device)
+    state, left = dk.new_empty(rows, PULLED.value), dk.new_empty(rows, PULLED.value, cut.parts)
+    scratch = Scratch(state, torch.zeros(rows, dtype=torch.int32, device=dk.device), left)
     which = {**_which(cut, F), "OUTPUT": OUTPUTS[output]}
+    size, power, programs = (n, cut.length, cut.parts), layout.power(F), rows * cut.parts
     launch(
-        _pull_fine, rows * cut.parts,
-        *grad, *grad_lo, *source, *t, *tau, dk, dtau, state, counter, left, n, cut.length, cut.parts,
-        *layout.power(F), **which, PARTS=next_power_of_2(cut.parts),
+        _pull_fine, programs,
+        grad, grad_lo, source, t, tau, dk, dtau, scratch, *size, power, **which,
+        PARTS=next_power_of_2(cut.parts),
     )  # fmt: skip
-    launch(
-        _write_pull_fine, rows * cut.parts,
-        *grad, *source, *t, *tau, dx, state, n, cut.length, cut.parts, *layout.power(F), **which,
-    )  # fmt: skip
+    launch(_write_pull_fine, programs, grad, source, t, tau, dx, state, *size, power, **which)
 
 
 def _which(cut: layout.Cut, F: cdfs.CDF) -> dict[str, int]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout, losses, split_losses
+from khot._kernels.triton.arguments import Threshold
 from khot._kernels.triton.resident import EVALUATIONS
 
 __all__ = ["fenchel_young", "fenchel_young_backward"]
@@ -30,8 +31,9 @@ def fenchel_young(
         return results
     solver, _, programs = losses.variants(rows, n, F, fine)
     solver(
-        programs, *source, *targets, *given, *temperature, *results, rows, n, EVALUATIONS, *layout.power(F)
-    )
+        programs, source, targets, given, temperature, *results[:2], Threshold(*results[2:]), rows, n,
+        EVALUATIONS, layout.power(F),
+    )  # fmt: skip
     return results
 
 
@@ -52,7 +54,7 @@ def fenchel_young_backward(
         layout.rows(target, n),
         layout.values(grad, batch, x.device),
     )
-    solved = share.contiguous(), loss.contiguous(), hi.contiguous(), lo.contiguous()
+    solved = share.contiguous(), loss.contiguous(), Threshold(hi.contiguous(), lo.contiguous())
     temperature = layout.values(tau, batch, x.device)
     if layout.splits(rows, n) and not fine:
         split_losses.fenchel_young_backward(
@@ -60,5 +62,5 @@ def fenchel_young_backward(
         )
         return dx, dtau
     _, puller, programs = losses.variants(rows, n, F, fine)
-    puller(programs, *source, *targets, *incoming, *solved, *temperature, dx, dtau, rows, n, *layout.power(F))
+    puller(programs, source, targets, incoming, *solved, temperature, dx, dtau, rows, n, layout.power(F))
     return dx, dtau

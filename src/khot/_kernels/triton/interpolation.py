@@ -9,6 +9,7 @@ from torch import Tensor
 
 from khot._kernels.reference import interpolation as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.launch import launch
@@ -112,5 +113,5 @@ def weights(weight: Tensor) -> tuple[Tensor | None, float, float, float] | None:
         return weight.contiguous(), 0.0, 0.0, 0.0
     if not weight.is_cpu:
         return None
-    given = layout.Values(None, 0, *layout.halves(weight.item()))
+    given = Values(None, 0, *layout.halves(weight.item()))
     return None, given.high, given.low, layout.rest(weight, given)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from khot._kernels.reference import topk as reference
 from khot._kernels.triton import layout, native
+from khot._kernels.triton.arguments import Values
 from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of, levels
@@ -294,7 +295,7 @@ def _grouped(n: int, k: int) -> bool:
 
 
 def of_long_rows(
-    x: Tensor, k: layout.Values, rows: int, n: int, what: tl.constexpr, count: int = 1
+    x: Tensor, k: Values, rows: int, n: int, what: tl.constexpr, count: int = 1
 ) -> Tensor:  # fmt: skip
     """:func:`.levels.levels`; by the groups where k is the same for all rows, and small, and no more than one
     entry of each is wanted."""

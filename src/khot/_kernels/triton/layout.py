@@ -12,7 +12,9 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import arguments, fast
-from khot._kernels.triton.functions import CDFS
+from khot._kernels.triton.arguments import Law, Matrix, Rows, Values
+from khot._kernels.triton.exact_sums import BY
+from khot._kernels.triton.functions import CDFS, OUTPUTS
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 RESIDENT = 32768  # entries of a row that stay on chip
@@ -41,9 +43,6 @@ def block(n: int) -> tuple[int, int, int]:
 
 
 _FLOAT32 = struct.Struct("f")
-
-
-Values = arguments.Values
 
 
 class Tile(NamedTuple):
@@ -146,6 +145,11 @@ def window(rows: int) -> int:
     return WINDOW if rows < STREAMS else 0
 
 
+def part_tile(cut: Cut, pieces: int | None = None) -> arguments.Tile:
+    """How a program streams past its part of a row."""
+    return arguments.Tile(1, pieces or cut.pieces, cut.width, False, True, RESCUE * cut.warps)
+
+
 def cut(rows: int, n: int) -> Cut:
     return Cut(*parts(rows, n), 4, CHUNK // 4, max(1, CHUNK // 512))
 
@@ -182,18 +186,18 @@ def parts(rows: int, n: int) -> tuple[int, int]:
     return cdiv(n, length), length
 
 
-def rows(x: Tensor, n: int) -> tuple[Tensor, int]:
+def rows(x: Tensor, n: int) -> Rows:
     """The rows of x one after another, and the distance between them."""
     flat = x if x.dim() == 2 else x.reshape(-1, n)
     if n > 1 and flat.stride(1) != 1:
         flat = flat.contiguous()
-    return flat, flat.stride(0)
+    return Rows(flat, flat.stride(0))
 
 
-def matrix(value: Tensor, x: Tensor) -> tuple[Tensor, int, int]:
+def matrix(value: Tensor, x: Tensor) -> Matrix:
     """A value of each entry of x: its rows, and the distances between rows and between columns."""
     flat = value.expand(x.shape).reshape(-1, x.shape[-1])
-    return flat, flat.stride(0), flat.stride(1)
+    return Matrix(flat, *flat.stride())
 
 
 def like(x: Tensor) -> Tensor:
@@ -249,6 +253,11 @@ def cdf_id(name: str) -> int:
     if name not in CDFS:
         raise ValueError(f"the Triton kernels have the CDFs {', '.join(map(repr, CDFS))}, but not {name!r}")
     return CDFS[name]
+
+
+def law(F: cdfs.CDF, by: str = "count", output: str = "y") -> Law:
+    """The formulas of a CDF, and what of it is asked for."""
+    return Law(cdf_id(F.name), whole(F), OUTPUTS[output], BY[by])
 
 
 def power(F: cdfs.CDF) -> tuple[float, float]:

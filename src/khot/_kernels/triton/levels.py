@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Values
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import entries, place_rows
@@ -333,7 +334,7 @@ def sample(n: int) -> int:
     return FEW if n <= layout.STREAMED else MANY
 
 
-def _room(n: int, size: int, k: layout.Values) -> int:
+def _room(n: int, size: int, k: Values) -> int:
     """For how many entries between the two of a sample: six deviations more than there should be."""
     share = min(1.0, max(0.0, (k.high + k.low) / n)) if k.pointer is None else 0.5
     margin = DEVIATIONS * math.sqrt(size * share * (1 - share)) + DEVIATIONS + 1
@@ -345,7 +346,7 @@ def level_of(x: Tensor, source: tuple[Tensor, int], k: int, rows: int, n: int, l
     """For each row STATE numbers, the first two of which are the level and the tie of its k largest entries,
     or of its k smallest ones; k is at least 1."""
     if n > longest():
-        given = layout.Values(None, 0, *layout.halves(float(k)))
+        given = Values(None, 0, *layout.halves(float(k)))
         return levels(x, source, given, rows, n, LEVEL, largest=largest)
     state = torch.empty((rows, STATE.value), dtype=torch.int32, device=x.device)
     tile = layout.tile(rows, n)
@@ -359,7 +360,7 @@ def level_of(x: Tensor, source: tuple[Tensor, int], k: int, rows: int, n: int, l
 def levels(
     x: Tensor,
     source: tuple[Tensor, int],
-    k: layout.Values,
+    k: Values,
     queries: int,
     n: int,
     what: tl.constexpr,
@@ -389,7 +390,7 @@ def levels(
     )  # fmt: skip
     narrow, fewer, narrow_room = None, None, 0
     if room > NARROW:
-        middle = layout.Values(None, 0, 0.5 * room, 0.0)  # where in its list what is wanted lies
+        middle = Values(None, 0, 0.5 * room, 0.0)  # where in its list what is wanted lies
         narrow, narrow_room = torch.empty_like(state), max(size, _room(room, size, middle))
         fewer = torch.empty(queries * 2 * narrow_room, dtype=torch.int32, device=x.device)
         launch(_bracket, queries, *source, *k, narrow, state, found, n, count, room, LISTED=True, **bracket)

@@ -18,6 +18,7 @@ import triton.language as tl
 from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Tile
 from khot._kernels.triton.exact import find_exactly, number64, share
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, double, inverse_of, joined, reciprocal, split, store, wide
@@ -189,24 +190,24 @@ def losses_exactly(x_at, target_at, n, per, threshold, CDF: tl.constexpr, WIDTH:
 
 @triton.jit
 def _loss_exactly(
-    row, x_pointer, x_stride, target_pointer, target_stride, k, tau, power,
-    loss_pointer, share_pointer, hi_pointer, lo_pointer, n, CDF: tl.constexpr, WIDTH: tl.constexpr,
+    row, x, target, k, tau, power, loss_pointer, share_pointer, t, n, CDF: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """One row, which is read a chunk at a time."""
-    x_at, target_at = x_pointer + row * x_stride, target_pointer + row * target_stride
+    WIDTH: tl.constexpr = T.chunk
+    x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
     k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, CDF, BY_COUNT, False, WIDTH)
+    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, CDF, BY_COUNT, False, T.chunk)
     sums = tl.zeros((WIDTH,), tl.float64)
-    for start in range(0, n, WIDTH):
-        column = start + tl.arange(0, WIDTH)
+    for start in range(0, n, T.chunk):
+        column = start + tl.arange(0, T.chunk)
         sums += double(tl.load(target_at + column, mask=column < n, other=0.0))
     per = share_of(tl.sum(sums, axis=0), k)
-    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), CDF, WIDTH)
+    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), CDF, T.chunk)
     loss = tl.where((hi == hi) & (per == per), loss, float("nan"))
     tl.store(loss_pointer + row, loss)
     tl.store(share_pointer + row, per)
-    tl.store(hi_pointer + row, hi)
-    tl.store(lo_pointer + row, lo)
+    tl.store(t.hi + row, hi)
+    tl.store(t.lo + row, lo)
 
 
 @triton.jit
@@ -225,13 +226,13 @@ def pull_entries_exactly(
 
 @triton.jit
 def _pull_exactly(
-    row, x_pointer, x_stride, target_pointer, target_stride, grad, share_pointer, hi_pointer, lo_pointer,
-    tau, power, dx_pointer, dtau_pointer, n, CDF: tl.constexpr, WIDTH: tl.constexpr,
+    row, x, target, grad, share_pointer, t, tau, power, dx_pointer, dtau_pointer, n, CDF: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    x_at, target_at = x_pointer + row * x_stride, target_pointer + row * target_stride
+    x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
     per, dx_at, grad = tl.load(share_pointer + row), dx_pointer + row * n, number64(*grad, row)
-    threshold = (tl.load(hi_pointer + row), tl.load(lo_pointer + row), number64(*tau, row), power)
-    rate = pull_entries_exactly(x_at, target_at, dx_at, n, per, threshold, grad, CDF, WIDTH)
+    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), power)
+    rate = pull_entries_exactly(x_at, target_at, dx_at, n, per, threshold, grad, CDF, T.chunk)
     tl.store(dtau_pointer + row, grad * rate)
 
 
@@ -260,7 +261,7 @@ def target_sums(
     softness = mass
     for start in range(0, n, PIECES * WIDTH):
         T = load_rows(target_at + start, there, n - start, TOGETHER, PIECES, WIDTH, False)
-        sums = over(T, target_at, n, _target_terms, 0, 2, TOGETHER, PIECES, WIDTH, False)
+        sums = over(T, target_at, n, _target_terms, 0, 2, Tile(TOGETHER, PIECES, WIDTH, False, False, 0))
         mass += sums[0]
         softness += sums[1]
     return mass, softness
@@ -292,65 +293,57 @@ def losses_of(
 
 @triton.jit(do_not_specialize=["rows", "evaluations"])
 def solve_losses(
-    x_pointer, x_stride, target_pointer, target_stride, k_pointer, k_stride, k_high, k_low,
-    tau_pointer, tau_stride, tau_high, tau_low, loss_pointer, share_pointer, hi_pointer, lo_pointer,
-    rows, n_columns, evaluations, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x, target, k, tau, loss_pointer, share_pointer, t, rows, n_columns, evaluations, exponent,
+    L: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each, or one of any length that streams past. FINE
-    says that all of it takes float64."""
-    row, there = place_rows(rows, TOGETHER)
+    """The rows of a :class:`.arguments.Tile`, or one of any length that streams past. FINE says that all of
+    it takes float64."""
+    row, there = place_rows(rows, T.together)
     ok = there & ~there
     if not FINE:
-        column = tl.arange(0, WIDTH)
-        at = x_pointer + entries(row, x_stride, column, TOGETHER)
-        target_at = target_pointer + entries(row, target_stride, column, TOGETHER)
-        k, k_rest = numbers(k_pointer, k_stride, k_high, k_low, row, there)
-        tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
-        mass, softness = target_sums(target_at, there, n_columns, TOGETHER, PIECES, WIDTH)
-        per64 = share_of(mass, k.to(tl.float64) + k_rest)
+        column = tl.arange(0, T.width)
+        at = x.pointer + entries(row, x.stride, column, T.together)
+        target_at = target.pointer + entries(row, target.stride, column, T.together)
+        own_k, k_rest = numbers(*k, row, there)
+        own_tau, _ = numbers(*tau, row, there)
+        mass, softness = target_sums(target_at, there, n_columns, T.together, T.pieces, T.width)
+        per64 = share_of(mass, own_k.to(tl.float64) + k_rest)
         per = per64.to(tl.float32)
         soft = there & ((per != 1) | (softness != 0))
 
-        x = ()
-        if not STREAM:
-            x = load_rows(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-        origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
+        held = ()
+        if not T.streams:
+            held = load_rows(at, there, n_columns, T.together, T.pieces, T.width, T.full)
+        origin = tl.load(x.pointer + row * x.stride, mask=there, other=0.0).to(tl.float32)
         origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
-        power = tl.zeros((), tl.float32) + power_high
+        power = tl.zeros((), tl.float32) + exponent[0]
         hi, lo, ok, inverse, _ = find(
-            x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
-            CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, TOGETHER == 1 and not STREAM,
+            held, at, origin, there, n_columns, own_k, k_rest, own_tau, power, evaluations, L, T,
+            T.together == 1 and not T.streams,
         )  # fmt: skip
-        scale = inverse * unit(CDF)
-        given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
-        if any_row(soft, TOGETHER):
+        scale = inverse * unit(L.cdf)
+        given = (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power)
+        if any_row(soft, T.together):
             loss = losses_of(
-                at, target_at, there, n_columns, wide(per, TOGETHER), given, CDF, WHOLE, True,
-                TOGETHER, 1, WIDTH,
+                at, target_at, there, n_columns, wide(per, T.together), given, L.cdf, L.whole, True,
+                T.together, 1, T.width,
             )  # fmt: skip
         else:
             loss = losses_of(
-                at, target_at, there, n_columns, 1.0, given, CDF, WHOLE, False,
-                TOGETHER, PIECES if PIECES < 4 else 4, WIDTH,
+                at, target_at, there, n_columns, 1.0, given, L.cdf, L.whole, False,
+                T.together, T.pieces if T.pieces < 4 else 4, T.width,
             )  # fmt: skip
-        loss *= tau
+        loss *= own_tau
         ok = ok & (tl.abs(loss) < float("inf")) & (per == per)
         tl.store(loss_pointer + row, loss, mask=ok)
         tl.store(share_pointer + row, per64, mask=ok)
-        tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
-        tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
+        tl.store(t.hi + row, hi.to(tl.float64), mask=ok)
+        tl.store(t.lo + row, lo.to(tl.float64), mask=ok)
 
     rescue(
         there & ~ok, row, _loss_exactly,
-        (
-            x_pointer, x_stride, target_pointer, target_stride, (k_pointer, k_stride, k_high, k_low),
-            (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
-            loss_pointer, share_pointer, hi_pointer, lo_pointer, n_columns, CDF, CHUNK,
-        ),
-        TOGETHER,
+        (x, target, k, tau, joined(*exponent), loss_pointer, share_pointer, t, n_columns, L.cdf, T),
+        T.together,
     )  # fmt: skip
 
 
@@ -361,72 +354,64 @@ def pulls(there, hi, loss, tau):
 
 
 @triton.jit
-def pull(
-    at, target_at, to, ok, n, hi, lo, tau, per, grad, power_high,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def pull(at, target_at, to, ok, n, hi, lo, tau, per, grad, power_high, L: tl.constexpr, T: tl.constexpr):
     """The gradients of rows' entries, and Σ z(F − T)."""
-    scale = inverse_of(tau) * unit(CDF)
+    PIECES: tl.constexpr = T.pieces
+    scale = inverse_of(tau) * unit(L.cdf)
     power = tl.zeros((), tl.float32) + power_high
-    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power)
-    per, incoming = wide(per, TOGETHER), wide(grad, TOGETHER)
-    column = tl.arange(0, WIDTH)
+    given = (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power)
+    per, incoming = wide(per, T.together), wide(grad, T.together)
+    column = tl.arange(0, T.width)
     moved = ok.to(tl.float64) * 0
-    for start in range(0, n, PIECES * WIDTH):
+    for start in range(0, n, T.pieces * T.width):
         for i in tl.static_range(PIECES):
-            offset = start + i * WIDTH
-            valid = inside(ok, column + offset, n, TOGETHER, EXACT)
+            offset = start + i * T.width
+            valid = inside(ok, column + offset, n, T.together, T.full)
             x = tl.load(at + offset, mask=valid, other=float("-inf")).to(tl.float32)
-            T = tl.load(target_at + offset, mask=valid, other=0.0).to(tl.float32) * per
+            target = tl.load(target_at + offset, mask=valid, other=0.0).to(tl.float32) * per
             free = tl.abs(x) < float("inf")  # the others are decided
-            entry = _entry(x, T, given, CDF, WHOLE, False)
+            entry = _entry(x, target, given, L.cdf, L.whole, False)
             away = tl.where(free, entry[1], 0.0)
             product = tl.where(free, away * entry[2], 0.0)
             part = part + product if i > 0 else product  # type: ignore[has-type]  # noqa: F821
             tl.store(to + offset, (incoming * away).to(to.dtype.element_ty), mask=valid)
-        moved += tl.sum(part, axis=0 if TOGETHER == 1 else 1)
+        moved += tl.sum(part, axis=0 if T.together == 1 else 1)
     return moved
 
 
 @triton.jit(do_not_specialize=["rows"])
 def pull_losses(
-    x_pointer, x_stride, target_pointer, target_stride, grad_pointer, grad_stride, grad_high, grad_low,
-    share_pointer, loss_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low,
-    dx_pointer, dtau_pointer, rows, n_columns, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
+    x, target, grad, share_pointer, loss_pointer, t, tau, dx_pointer, dtau_pointer, rows, n_columns, exponent,
+    L: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """dL/dx = F − T, and dL/dτ from the loss, times the gradient that comes in."""
-    row, there = place_rows(rows, TOGETHER)
+    row, there = place_rows(rows, T.together)
     ok = there & ~there
     if not FINE:
-        hi, rest = split(tl.load(hi_pointer + row, mask=there, other=0.0))
-        lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
+        hi, rest = split(tl.load(t.hi + row, mask=there, other=0.0))
+        lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
         per = tl.load(share_pointer + row, mask=there, other=0.0).to(tl.float32)
         loss = tl.load(loss_pointer + row, mask=there, other=0.0)
-        grad = numbers(grad_pointer, grad_stride, grad_high, grad_low, row, there)[0]
-        tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
-        ok = pulls(there, hi, loss, tau)
-        column = tl.arange(0, WIDTH)
+        own_grad = numbers(*grad, row, there)[0]
+        own_tau = numbers(*tau, row, there)[0]
+        ok = pulls(there, hi, loss, own_tau)
+        column = tl.arange(0, T.width)
         moved = pull(
-            x_pointer + entries(row, x_stride, column, TOGETHER),
-            target_pointer + entries(row, target_stride, column, TOGETHER),
-            dx_pointer + entries(row, n_columns, column, TOGETHER),
-            ok, n_columns, hi, lo, tau, per, grad, power_high, CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT,
+            x.pointer + entries(row, x.stride, column, T.together),
+            target.pointer + entries(row, target.stride, column, T.together),
+            dx_pointer + entries(row, n_columns, column, T.together), ok, n_columns, hi, lo, own_tau, per,
+            own_grad, exponent[0], L, T,
         )  # fmt: skip
-        rate = loss / tl.where(ok, tau, 1.0).to(tl.float64) - moved
-        tl.store(dtau_pointer + row, grad.to(tl.float64) * rate, mask=ok)
+        rate = loss / tl.where(ok, own_tau, 1.0).to(tl.float64) - moved
+        tl.store(dtau_pointer + row, own_grad.to(tl.float64) * rate, mask=ok)
 
     rescue(
         there & ~ok, row, _pull_exactly,
         (
-            x_pointer, x_stride, target_pointer, target_stride,
-            (grad_pointer, grad_stride, grad_high, grad_low), share_pointer, hi_pointer, lo_pointer,
-            (tau_pointer, tau_stride, tau_high, tau_low), joined(power_high, power_low),
-            dx_pointer, dtau_pointer, n_columns, CDF, CHUNK,
+            x, target, grad, share_pointer, t, tau, joined(*exponent), dx_pointer, dtau_pointer, n_columns,
+            L.cdf, T,
         ),
-        TOGETHER,
+        T.together,
     )  # fmt: skip
 
 
@@ -438,9 +423,7 @@ def variants(rows: int, n: int, F: cdfs.CDF, fine: bool) -> tuple[Variant, Varia
     """What is launched for the losses and for their gradients, and in how many programs."""
     tile = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n)
     constants = {
-        "CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "FINE": fine, "TOGETHER": tile.together,
-        "PIECES": tile.pieces, "WIDTH": tile.width, "EXACT": n == tile.pieces * tile.width,
-        "CHUNK": layout.RESCUE * tile.warps, "num_warps": tile.warps, **layout.registers(),
+        "L": layout.law(F), "T": layout.constant(tile, n), "FINE": fine, "num_warps": tile.warps,
+        **layout.registers(),
     }  # fmt: skip
-    solver = variant(solve_losses, STREAM=tile.streams, **constants)
-    return solver, variant(pull_losses, **constants), cdiv(rows, tile.together)
+    return variant(solve_losses, **constants), variant(pull_losses, **constants), cdiv(rows, tile.together)

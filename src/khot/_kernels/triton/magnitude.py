@@ -18,6 +18,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import magnitude as reference
 from khot._kernels.triton import layout, native, split_magnitude
+from khot._kernels.triton.arguments import Threshold
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly, write_sizes_exactly
 from khot._kernels.triton.fast import split
@@ -42,65 +43,52 @@ from khot._kernels.triton.sizes import cdiv
 
 @triton.jit(do_not_specialize=["rows", "evaluations"])
 def solve_magnitudes(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
-    out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations, power_high,
-    P: tl.constexpr, SIGNED: tl.constexpr, FINE: tl.constexpr, WHOLE: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
-    STREAM: tl.constexpr, CHUNK: tl.constexpr,
+    x, k, tau, out_pointer, t, rows, n_columns, evaluations, power_high, P: tl.constexpr,
+    SIGNED: tl.constexpr, FINE: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each, or one of any length that streams past. Where
-    entries are SIGNED they stand for their size. FINE says that all of it takes float64."""
-    row, there = place_rows(rows, TOGETHER)
+    """The rows of a :class:`.arguments.Tile`, or one of any length that streams past. Where entries are
+    SIGNED they stand for their size. FINE says that all of it takes float64."""
+    PIECES: tl.constexpr = T.pieces
+    row, there = place_rows(rows, T.together)
     ok = there & ~there
     if not FINE:
-        column = tl.arange(0, WIDTH)
-        at = x_pointer + entries(row, x_stride, column, TOGETHER)
-        x = ()
-        if not STREAM:
-            x = load_rows(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-        k, k_rest = numbers(k_pointer, k_stride, k_high, k_low, row, there)
-        tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
+        column = tl.arange(0, T.width)
+        at = x.pointer + entries(row, x.stride, column, T.together)
+        held = ()
+        if not T.streams:
+            held = load_rows(at, there, n_columns, T.together, T.pieces, T.width, T.full)
+        own_k, k_rest = numbers(*k, row, there)
+        own_tau = numbers(*tau, row, there)[0]
         power = tl.zeros((), tl.float32) + power_high
-        whole = (k_rest == 0) & (k == tl.floor(k))
+        whole = (k_rest == 0) & (own_k == tl.floor(own_k))
         hi, lo, ok = find_gamma(
-            x, at, there & whole, n_columns, k, tau, power, evaluations,
-            P, SIGNED, WHOLE, TOGETHER, PIECES, WIDTH, STREAM, TOGETHER == 1 and not STREAM,
+            held, at, there & whole, n_columns, own_k, own_tau, power, evaluations, P, SIGNED, WHOLE, T,
+            T.together == 1 and not T.streams,
         )  # fmt: skip
-        tl.store(hi_pointer + row, hi.to(tl.float64), mask=ok)
-        tl.store(lo_pointer + row, lo.to(tl.float64), mask=ok)
-        given = pooled_values(hi, lo, tau, power, P, TOGETHER)
-        to = out_pointer + entries(row, n_columns, column, TOGETHER)
-        if STREAM:
-            write_pooled(at, to, ok, n_columns, given, P, WHOLE, PIECES, WIDTH)
+        tl.store(t.hi + row, hi.to(tl.float64), mask=ok)
+        tl.store(t.lo + row, lo.to(tl.float64), mask=ok)
+        given = pooled_values(hi, lo, own_tau, power, P, T.together)
+        to = out_pointer + entries(row, n_columns, column, T.together)
+        if T.streams:
+            write_pooled(at, to, ok, n_columns, given, P, WHOLE, T)
         else:
             for i in tl.static_range(PIECES):
-                valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-                y = pooled_result(x[i], given, P, WHOLE).to(out_pointer.dtype.element_ty)
-                tl.store(to + i * WIDTH, y, mask=valid)
+                valid = inside(ok, column + i * T.width, n_columns, T.together, T.full)
+                y = pooled_result(held[i], given, P, WHOLE).to(out_pointer.dtype.element_ty)
+                tl.store(to + i * T.width, y, mask=valid)
 
-    rescue(
-        there & ~ok, row, _solve_exactly,
-        (
-            x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
-            (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
-            P, SIGNED, CHUNK,
-        ),
-        TOGETHER,
-    )  # fmt: skip
+    rescue(there & ~ok, row, _solve_exactly, (x, k, tau, out_pointer, t, n_columns, P, SIGNED, T), T.together)
 
 
 @triton.jit
-def _solve_exactly(
-    row, x_pointer, x_stride, k, tau, out_pointer, hi_pointer, lo_pointer, n,
-    P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _solve_exactly(row, x, k, tau, out_pointer, t, n, P: tl.constexpr, SIGNED: tl.constexpr, T: tl.constexpr):
     """One row, which is read a chunk at a time."""
-    source = (x_pointer + row * x_stride, x_pointer, 0, n)
+    source = (x.pointer + row * x.stride, x.pointer, 0, n)
     k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_sizes_exactly(source, k, tau, P, SIGNED, WIDTH)
-    tl.store(hi_pointer + row, hi)
-    tl.store(lo_pointer + row, lo)
-    write_sizes_exactly(out_pointer + row * n, source, hi, lo, tau, P, SIGNED, WIDTH)
+    hi, lo = find_sizes_exactly(source, k, tau, P, SIGNED, T.chunk)
+    tl.store(t.hi + row, hi)
+    tl.store(t.lo + row, lo)
+    write_sizes_exactly(out_pointer + row * n, source, hi, lo, tau, P, SIGNED, T.chunk)
 
 
 # ------------------------------------------------------------------------------------ backward
@@ -108,16 +96,14 @@ def _solve_exactly(
 
 @triton.jit
 def _pull(
-    x_at, y_at, grad_at, grad_column, dx_at, dtau_at, there, n, k, hi, lo, tau, grad_lo,
-    P: tl.constexpr, SIGNED: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    at, dx_at, dtau_at, there, n, k, hi, lo, tau, grad_lo, P: tl.constexpr, SIGNED: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradients of rows, in the dtype of hi; and which rows have finite ones. Entries are read twice, as
     many pieces at a time: first for what γ brings to the pooled ones."""
     given = pull_given(hi, lo, tau, P, TOGETHER)
     nothing = hi.to(tl.float64) * 0
-    sums = pull_sums(
-        x_at, y_at, grad_at, grad_column, there, n, nothing, given, P, SIGNED, TOGETHER, PIECES, WIDTH
-    )
+    sums = pull_sums(at, there, n, nothing, given, P, SIGNED, TOGETHER, PIECES, WIDTH)
     pull, dtau = settle_pull(sums, k, grad_lo)
     ok = there
     if hi.dtype != tl.float64:
@@ -125,69 +111,60 @@ def _pull(
     else:
         dtau = tl.where(hi == hi, dtau, hi)
     tl.store(dtau_at, dtau, mask=ok)
-    write_pull(
-        x_at, y_at, grad_at, grad_column, dx_at, ok, n, hi, pull, given, P, SIGNED, TOGETHER, PIECES, WIDTH
-    )
+    write_pull(at, dx_at, ok, n, hi, pull, given, P, SIGNED, TOGETHER, PIECES, WIDTH)
     return ok
 
 
 @triton.jit(do_not_specialize=["rows"])
 def pull_magnitudes(
-    x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
-    grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, k_pointer, k_stride, k_high, k_low,
-    hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, dtau_pointer,
-    rows, n_columns,
-    P: tl.constexpr, SIGNED: tl.constexpr, FINE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    x, y, grad, grad_lo, k, t, tau, dx_pointer, dtau_pointer, rows, n_columns, P: tl.constexpr,
+    SIGNED: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The gradients in x and τ. FINE is as for :func:`solve_magnitudes`."""
-    row, there = place_rows(rows, TOGETHER)
+    row, there = place_rows(rows, T.together)
     ok = there & ~there
     if not FINE:
-        column = tl.arange(0, WIDTH)
-        hi64 = tl.load(hi_pointer + row, mask=there, other=0.0)
+        column = tl.arange(0, T.width)
+        hi64 = tl.load(t.hi + row, mask=there, other=0.0)
         hi, rest = split(hi64)
-        lo = rest + tl.load(lo_pointer + row, mask=there, other=0.0).to(tl.float32)
-        grad_lo = numbers(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row, there)[0]
-        tau = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)[0]
-        k = numbers(k_pointer, k_stride, k_high, k_low, row, there)[0]
-        ordinary = there & ordinary_pull(hi, tau)
+        lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
+        own_grad_lo = numbers(*grad_lo, row, there)[0]
+        own_tau = numbers(*tau, row, there)[0]
+        own_k = numbers(*k, row, there)[0]
+        ordinary = there & ordinary_pull(hi, own_tau)
         ok = _pull(
-            x_pointer + entries(row, x_stride, column, TOGETHER),
-            y_pointer + entries(row, y_stride, column, TOGETHER),
-            grad_pointer + entries(row, grad_row, column.to(tl.int64) * grad_column, TOGETHER), grad_column,
-            dx_pointer + entries(row, n_columns, column, TOGETHER), dtau_pointer + row,
-            ordinary, n_columns, k, tl.where(ordinary, hi, 1.0), lo, tl.where(ordinary, tau, 1.0), grad_lo,
-            P, SIGNED, TOGETHER, PIECES, WIDTH,
+            (
+                x.pointer + entries(row, x.stride, column, T.together),
+                y.pointer + entries(row, y.stride, column, T.together),
+                grad.pointer + entries(row, grad.row, column.to(tl.int64) * grad.column, T.together),
+                grad.column,
+            ),
+            dx_pointer + entries(row, n_columns, column, T.together), dtau_pointer + row, ordinary, n_columns,
+            own_k, tl.where(ordinary, hi, 1.0), lo, tl.where(ordinary, own_tau, 1.0), own_grad_lo, P, SIGNED,
+            T.together, T.pieces, T.width,
         )  # fmt: skip
 
     rescue(
         there & ~ok, row, _pull_exactly,
-        (
-            x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
-            (grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low),
-            (k_pointer, k_stride, k_high, k_low), hi_pointer, lo_pointer,
-            (tau_pointer, tau_stride, tau_high, tau_low), dx_pointer, dtau_pointer, rows, n_columns,
-            P, SIGNED, CHUNK,
-        ),
-        TOGETHER,
+        (x, y, grad, grad_lo, k, t, tau, dx_pointer, dtau_pointer, rows, n_columns, P, SIGNED, T), T.together,
     )  # fmt: skip
 
 
 @triton.jit
 def _pull_exactly(
-    row, x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column, grad_lo, k,
-    hi_pointer, lo_pointer, tau, dx_pointer, dtau_pointer, rows, n,
-    P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr,
+    row, x, y, grad, grad_lo, k, t, tau, dx_pointer, dtau_pointer, rows, n, P: tl.constexpr,
+    SIGNED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """One row in float64."""
-    place = tl.arange(0, WIDTH)
+    place = tl.arange(0, T.chunk)
     _pull(
-        x_pointer + row * x_stride + place, y_pointer + row * y_stride + place,
-        grad_pointer + row * grad_row + place.to(tl.int64) * grad_column, grad_column,
-        dx_pointer + row * n + place, dtau_pointer + row, row < rows, n,
-        number64(*k, row), tl.load(hi_pointer + row), tl.load(lo_pointer + row), number64(*tau, row),
-        number64(*grad_lo, row), P, SIGNED, 1, 1, WIDTH,
+        (
+            x.pointer + row * x.stride + place, y.pointer + row * y.stride + place,
+            grad.pointer + row * grad.row + place.to(tl.int64) * grad.column, grad.column,
+        ),
+        dx_pointer + row * n + place, dtau_pointer + row, row < rows, n, number64(*k, row),
+        tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), number64(*grad_lo, row), P, SIGNED, 1,
+        1, T.chunk,
     )  # fmt: skip
 
 
@@ -201,14 +178,12 @@ def _variants(rows: int, n: int, p: float, signed: bool, fine: bool) -> tuple[Va
     tile = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n)
     power, _ = layout.power(cdfs.Power(p))
     constants = {
-        "P": float(p), "SIGNED": signed, "FINE": fine, "TOGETHER": tile.together, "WIDTH": tile.width,
-        "CHUNK": layout.RESCUE * tile.warps, "num_warps": tile.warps, **layout.registers(),
+        "P": float(p), "SIGNED": signed, "FINE": fine, "num_warps": tile.warps, **layout.registers()
     }  # fmt: skip
-    solver = variant(
-        solve_magnitudes, WHOLE=layout.whole_of_sizes(p), PIECES=tile.pieces,
-        EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, **constants,
-    )  # fmt: skip
-    puller = variant(pull_magnitudes, PIECES=min(tile.pieces, 4), **constants)
+    held = layout.constant(tile, n)
+    solver = variant(solve_magnitudes, WHOLE=layout.whole_of_sizes(p), T=held, **constants)
+    again = held._replace(pieces=min(tile.pieces, 4), full=False, streams=False)
+    puller = variant(pull_magnitudes, T=again, **constants)
     return solver, puller, cdiv(rows, tile.together), power
 
 
@@ -222,14 +197,14 @@ def soft_topk_magnitude(
     y, hi = s.new_empty(s.shape), s.new_empty(batch, dtype=torch.float64)
     lo = torch.empty_like(hi)
     rows, fine, source = hi.numel(), s.dtype == torch.float64, layout.rows(s, n)
-    given = (source, layout.values(k, batch, s.device), layout.values(tau, batch, s.device), y, hi, lo)
+    given = layout.values(k, batch, s.device), layout.values(tau, batch, s.device), y, Threshold(hi, lo)
     if layout.splits(rows, n) and not fine:
-        split_magnitude.soft_topk_magnitude(*given, rows, n, p, signed)
+        split_magnitude.soft_topk_magnitude(source, *given, rows, n, p, signed)
         return y, hi, lo
     solver, _, programs, power = _variants(rows, n, p, signed, fine)
-    arguments = (*source, *given[1], *given[2], y, hi, lo, rows, n, EVALUATIONS, power)
+    arguments = (source, *given, rows, n, EVALUATIONS, power)
     solver(programs, *arguments)
-    native.prepare(_NAMES[signed], source[0], solver, programs, arguments, p)
+    native.prepare(_NAMES[signed], source.pointer, solver, programs, arguments, p)
     return y, hi, lo
 
 
@@ -254,15 +229,15 @@ def soft_topk_magnitude_backward(
     results, incoming = layout.rows(y, n), layout.matrix(grad, s)
     rest = layout.values(grad_lo, batch, s.device)
     goal, tau_row = layout.values(k, batch, s.device), layout.values(tau, batch, s.device)
-    t = hi.contiguous(), lo.contiguous()
+    t = Threshold(hi.contiguous(), lo.contiguous())
     if layout.splits(rows, n) and not fine:
         split_magnitude.soft_topk_magnitude_backward(
             source, results, incoming, rest, goal, t, tau_row, (ds, dtau), rows, n, p, signed
         )
         return ds, dtau
     _, puller, programs, _ = _variants(rows, n, p, signed, fine)
-    arguments = (*source, *results, *incoming, *rest, *goal, *t, *tau_row, ds, dtau, rows, n)
+    arguments = (source, results, incoming, rest, goal, t, tau_row, ds, dtau, rows, n)
     puller(programs, *arguments)
     if rest.pointer is None and rest.high == 0:
-        native.prepare(_NAMES[signed], source[0], puller, programs, arguments, p, backward=True)
+        native.prepare(_NAMES[signed], source.pointer, puller, programs, arguments, p, backward=True)
     return ds, dtau

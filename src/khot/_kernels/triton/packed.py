@@ -20,17 +20,18 @@ LEAST_BF16 = tl.constexpr(0xFF80FF80 - (1 << 32))
 
 
 @triton.jit
-def load_words(at, n, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+def load_words(at, n, T: tl.constexpr):
     """The n entries of the row at `at`, an even number: `PIECES` pieces, held as half as many of words."""
+    PIECES: tl.constexpr = T.pieces
     least: tl.constexpr = LEAST16 if at.dtype.element_ty == tl.float16 else LEAST_BF16
     words = at.to(WORD, bitcast=True)
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, T.width)
     x = ()
     for i in tl.static_range(PIECES // 2):
-        if EXACT:
-            held = tl.load(words + (column + i * WIDTH))
+        if T.full:
+            held = tl.load(words + (column + i * T.width))
         else:
-            held = tl.load(words + (column + i * WIDTH), mask=column + i * WIDTH < n // 2, other=least)
+            held = tl.load(words + (column + i * T.width), mask=column + i * T.width < n // 2, other=least)
         x = x + (held,)  # type: ignore[assignment]  # noqa: RUF005
     return x
 

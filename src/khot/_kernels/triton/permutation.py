@@ -26,6 +26,7 @@ from khot import cdfs
 from khot._core.dispatch import OPERATORS
 from khot._kernels.reference import permutation as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Threshold, Tile
 from khot._kernels.triton.exact import find_exactly, number64
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import LOG2E, any_row, joined, plus, reciprocal, total
@@ -73,11 +74,11 @@ def _kinds(x):
 
 
 @triton.jit
-def _temperature(pointer, stride, high, low, row):
+def _temperature(tau, row):
     """1/τ in float64, and in float32 within its range; NaN in place of 0 if τ is none."""
-    tau = number64(pointer, stride, high, low, row)
-    poison = tl.where(tau > 0, tl.where(tau < float("inf"), 0.0, float("nan")), float("nan"))
-    inverse = 1 / tau
+    own_tau = number64(*tau, row)
+    poison = tl.where(own_tau > 0, tl.where(own_tau < float("inf"), 0.0, float("nan")), float("nan"))
+    inverse = 1 / own_tau
     return inverse, tl.minimum(inverse, MOST).to(tl.float32), poison.to(tl.float32)
 
 
@@ -94,21 +95,19 @@ def _threshold(hi_at, lo_at, mask, inverse, CDF: tl.constexpr):
 
 
 @triton.jit
-def _between(x, given):
+def _between(x, given, L: tl.constexpr):
     """F at a threshold less F at the one above it, where entries are finite: by the distance between the two,
     so that small shares keep their digits."""
-    hi, shift, hi_before, shift_before, gap, scale, power = given[:7]
-    CDF: tl.constexpr = given[7]
-    WHOLE: tl.constexpr = given[8]
+    hi, shift, hi_before, shift_before, gap, scale, power = given
     a, b = (x - hi_before) * scale - shift_before, (x - hi) * scale - shift
-    if CDF == LOGISTIC:
+    if L.cdf == LOGISTIC:
         return reciprocal(1.0 + tl.exp2(a)) * reciprocal(1.0 + tl.exp2(-b)) * lack(gap)
-    elif CDF == LAPLACE:
+    elif L.cdf == LAPLACE:
         one_side = tl.exp2(tl.where(b <= 0, b, -tl.maximum(a, 0.0))) * lack(gap)
         return 0.5 * tl.where(
             (a < 0) & (b > 0), lack(tl.maximum(-a, 0.0)) + lack(tl.maximum(b, 0.0)), one_side
         )
-    elif CDF == NORMAL:
+    elif L.cdf == NORMAL:
         ratio_a, e_a = normal_tail(a)
         ratio_b, e_b = normal_tail(b)
         tail_a, tail_b = ratio_a * e_a, ratio_b * e_b
@@ -120,84 +119,82 @@ def _between(x, given):
         near = 1 + dd * ((m - 1) * (1 / 24) + dd * ((m * m - 6 * m + 3) * (1 / 1920)))
         near *= PHI * d * tl.exp2(-middle * middle)
         return tl.where(dd * tl.maximum(m, 1.0) < 0.12, near, far)
-    elif CDF == UNIFORM:
+    elif L.cdf == UNIFORM:
         ends = tl.minimum(tl.maximum(b, 0.0), 1.0) - tl.minimum(tl.maximum(a, 0.0), 1.0)
         return tl.where((a >= 0) & (b <= 1), gap, ends)
     else:
         top = tl.minimum(tl.maximum(b, 1e-30), 1.0)
         step = tl.where(b > 1, 1 - a, gap) / top
         fall = power * log1p(-tl.minimum(tl.maximum(step, 0.0), 1.0))
-        return value(x, hi, scale, shift, power, CDF, WHOLE) * tl.where(a > 0, lack(-fall * LOG2E), 1.0)
+        return value(x, hi, scale, shift, power, L.cdf, L.whole) * tl.where(a > 0, lack(-fall * LOG2E), 1.0)
 
 
 @triton.jit(do_not_specialize=["groups", "evaluations"])
-def _permute(
-    x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer,
-    n, groups, evaluations, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, LEVELS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _permute(x, tau, out_pointer, t, n, groups, evaluations, exponent, L: tl.constexpr, T: tl.constexpr):
+    LEVELS: tl.constexpr = T.together
+    PIECES: tl.constexpr = T.pieces
+    WIDTH: tl.constexpr = T.width
     row, group = tl.program_id(0).to(tl.int64) // groups, tl.program_id(0) % groups
-    slot, column = tl.arange(0, LEVELS), tl.arange(0, WIDTH)[None, :]
-    level = 1 + group * (LEVELS - 1) + slot
+    slot, column = tl.arange(0, T.together), tl.arange(0, T.width)[None, :]
+    level = 1 + group * (T.together - 1) + slot
     nothing = level.to(tl.float32) * 0
-    row_at = x_pointer + row * x_stride
+    row_at = x.pointer + row * x.stride
     at = row_at + (slot * 0)[:, None] + column
-    x = _load(at, column, n, PIECES, WIDTH, EXACT)
+    held = _load(at, column, n, T.pieces, T.width, T.full)
     odd = tl.zeros((LEVELS, WIDTH), tl.float32)
     for i in tl.static_range(PIECES):
-        odd += x[i] * 0 if EXACT else tl.where(column + i * WIDTH < n, x[i] * 0, 0.0)
+        odd += held[i] * 0 if T.full else tl.where(column + i * T.width < n, held[i] * 0, 0.0)
     last, first, strange = nothing + n.to(tl.float32), nothing, nothing
-    if any_row(~(tl.sum(odd, axis=1) == 0), LEVELS):  # of NaN if an entry is not finite
+    if any_row(~(tl.sum(odd, axis=1) == 0), T.together):  # of NaN if an entry is not finite
         kinds, kept = (), ()
         for i in tl.static_range(PIECES):
-            kinds = plus(kinds, _kinds(x[i]))
+            kinds = plus(kinds, _kinds(held[i]))
             # an entry of +inf takes a place of its own, and no part in the others
-            kept = kept + (tl.where(x[i] == float("inf"), float("-inf"), x[i]),)  # type: ignore[assignment]  # noqa: RUF005
-        x = kept
-        finite, first, strange = total(kinds, LEVELS)
+            kept = kept + (tl.where(held[i] == float("inf"), float("-inf"), held[i]),)  # type: ignore[assignment]  # noqa: RUF005
+        held = kept
+        finite, first, strange = total(kinds, T.together)
         last = first + finite
 
     origin = tl.load(row_at).to(tl.float32)
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
-    tau, tau_rest = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, row >= 0)
-    inverse, narrow, poison = _temperature(tau_pointer, tau_stride, tau_high, tau_low, row)
+    own_tau, tau_rest = numbers(*tau, row, row >= 0)
+    inverse, narrow, poison = _temperature(tau, row)
     poison = tl.where(strange > 0, float("nan"), nothing + poison)
     goal = level.to(tl.float32)
     live = (goal > first) & (goal < last) & (poison == 0)
-    power = tl.zeros((), tl.float32) + power_high
+    power = tl.zeros((), tl.float32) + exponent[0]
     hi, lo, ok, _, _ = find(
-        x, at, nothing + origin, live, n, goal - first, nothing, nothing + tau, power, evaluations,
-        CDF, WHOLE, LEVELS, PIECES, WIDTH, EXACT, False,
+        held, at, nothing + origin, live, n, goal - first, nothing, nothing + own_tau, power, evaluations, L,
+        Tile(T.together, T.pieces, T.width, T.full, False, 0),
     )  # fmt: skip
     fine_hi, fine_lo, ok = polish(
-        x, at, n, hi.to(tl.float64), lo.to(tl.float64), ok, (goal - first).to(tl.float64),
-        (nothing + tau).to(tl.float64) + tau_rest, joined(power_high, power_low), CDF, LEVELS, PIECES, WIDTH,
+        held, at, n, hi.to(tl.float64), lo.to(tl.float64), ok, (goal - first).to(tl.float64),
+        (nothing + own_tau).to(tl.float64) + tau_rest, joined(*exponent), L.cdf, T,
     )  # fmt: skip
     settled = tl.where(goal <= first, HUGE, -HUGE).to(tl.float64) + poison.to(tl.float64)
     # of the ends of the row, which are no level of any program
     end_at = row * (n + 1) + tl.where(slot == 0, 0, n)
     end = tl.where((slot == 0) | (first >= n), HUGE, -HUGE).to(tl.float64) + poison.to(tl.float64)
     ends = (slot == tl.where(group == 0, 0, -1)) | (slot == tl.where(group == groups - 1, 1, -1))
-    tl.store(hi_pointer + end_at, end, mask=ends)
-    tl.store(lo_pointer + end_at, end, mask=ends)
-    hi_at, lo_at = hi_pointer + row * (n + 1) + level, lo_pointer + row * (n + 1) + level
+    tl.store(t.hi + end_at, end, mask=ends)
+    tl.store(t.lo + end_at, end, mask=ends)
+    hi_at, lo_at = t.hi + row * (n + 1) + level, t.lo + row * (n + 1) + level
     known = (ok | ~live) & (level < n)
     tl.store(hi_at, tl.where(live, fine_hi, settled), mask=known)
     tl.store(lo_at, tl.where(live, fine_lo, settled), mask=known)
     missing = live & ~ok
-    if any_row(missing, LEVELS):
+    if any_row(missing, T.together):
         source = (row_at, row_at, 0, n)
-        exact_tau = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
-        for r in range(LEVELS):
-            if any_row(missing & (slot == r), LEVELS):
-                k = (1 + group * (LEVELS - 1) + r).to(tl.float64)
+        exact_tau = number64(*tau, row)
+        for r in range(T.together):
+            if any_row(missing & (slot == r), T.together):
+                k = (1 + group * (T.together - 1) + r).to(tl.float64)
                 exact_hi, exact_lo = find_exactly(
-                    source, k, exact_tau, 0.0, joined(power_high, power_low), CDF, BY_COUNT, False, CHUNK
+                    source, k, exact_tau, 0.0, joined(*exponent), L.cdf, BY_COUNT, False, T.chunk
                 )
-                at_level = row * (n + 1) + 1 + group * (LEVELS - 1) + r
-                tl.store(hi_pointer + at_level, exact_hi)
-                tl.store(lo_pointer + at_level, exact_lo)
+                at_level = row * (n + 1) + 1 + group * (T.together - 1) + r
+                tl.store(t.hi + at_level, exact_hi)
+                tl.store(t.lo + at_level, exact_lo)
     tl.debug_barrier()  # thresholds of other threads are read
 
     # the place before each level, but in the last program the place after it
@@ -205,30 +202,28 @@ def _permute(
     place = level + after
     hi_at += after
     lo_at += after
-    scale = narrow * unit(CDF)
+    scale = narrow * unit(L.cdf)
     writes = (slot >= tl.where((after > 0) | (group == 0), 0, 1)) & (place <= n)
-    hi, lo, near, shift, end = _threshold(hi_at, lo_at, writes, inverse, CDF)
+    hi, lo, near, shift, end = _threshold(hi_at, lo_at, writes, inverse, L.cdf)
     hi_before, lo_before, near_before, shift_before, end_before = _threshold(
-        hi_at - 1, lo_at - 1, writes, inverse, CDF
+        hi_at - 1, lo_at - 1, writes, inverse, L.cdf
     )
-    gap = ((hi_before - hi) + (lo_before - lo)) * (inverse * unit(CDF))
+    gap = ((hi_before - hi) + (lo_before - lo)) * (inverse * unit(L.cdf))
     gap = tl.where(end | end_before, float("inf"), tl.maximum(gap, 0.0).to(tl.float32))
     top = tl.where(place <= first, reciprocal(tl.maximum(first, 1.0)), 0.0)
     bottom = tl.where(place > last, reciprocal(tl.maximum(n - last, 1.0)), 0.0)
     to = out_pointer + (row * n + place - 1)[:, None] * n + column
-    again = _load(at, column, n, PIECES, WIDTH, EXACT)
+    again = _load(at, column, n, T.pieces, T.width, T.full)
     for i in tl.static_range(PIECES):
-        p = _between(
-            again[i],
-            (
-                near[:, None], shift[:, None], near_before[:, None], shift_before[:, None], gap[:, None],
-                scale, power, CDF, WHOLE,
-            ),
+        given = (
+            near[:, None], shift[:, None], near_before[:, None], shift_before[:, None], gap[:, None], scale,
+            power,
         )  # fmt: skip
+        p = _between(again[i], given, L)
         p = tl.where(again[i] == float("inf"), top[:, None], p)
         p = tl.where(again[i] == float("-inf"), bottom[:, None], p) + poison[:, None]
-        there = writes[:, None] if EXACT else writes[:, None] & (column + i * WIDTH < n)
-        tl.store(to + i * WIDTH, p.to(out_pointer.dtype.element_ty), mask=there)
+        there = writes[:, None] if T.full else writes[:, None] & (column + i * T.width < n)
+        tl.store(to + i * T.width, p.to(out_pointer.dtype.element_ty), mask=there)
 
 
 # ------------------------------------------------------------------------------------ the gradients
@@ -236,58 +231,59 @@ def _permute(
 
 @triton.jit
 def _pull_permutations(
-    grad_pointer, grad_row, grad_place, grad_column, x_pointer, x_stride,
-    tau_pointer, tau_stride, tau_high, tau_low, hi_pointer, lo_pointer, dx_pointer, dtau_pointer,
-    n, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, LEVELS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, ASKED: tl.constexpr,
+    grad_pointer, grad_row, grad_place, grad_column, x, tau, t, dx_pointer, dtau_pointer, n, exponent,
+    L: tl.constexpr, T: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """dL/dx = Σ_i f_i (g_i − q_i)/τ over the thresholds, with q_i = Σ f_i g_i/Σ f_i; −dL/dτ is the sum of
     these terms times z. Where no density reaches a threshold, nothing moves."""
+    LEVELS: tl.constexpr = T.together
+    PIECES: tl.constexpr = T.pieces
+    WIDTH: tl.constexpr = T.width
     row = tl.program_id(0).to(tl.int64)
-    column, step = tl.arange(0, WIDTH)[None, :], tl.arange(0, LEVELS)
-    inverse, narrow, _poison = _temperature(tau_pointer, tau_stride, tau_high, tau_low, row)
-    scale = narrow * unit(CDF)
-    power = tl.zeros((), tl.float32) + power_high
-    poison = tl.load(hi_pointer + row * (n + 1))  # NaN if the row has no answer
+    column, step = tl.arange(0, T.width)[None, :], tl.arange(0, T.together)
+    inverse, narrow, _poison = _temperature(tau, row)
+    scale = narrow * unit(L.cdf)
+    power = tl.zeros((), tl.float32) + exponent[0]
+    poison = tl.load(t.hi + row * (n + 1))  # NaN if the row has no answer
     poison = tl.where(poison == poison, 0.0, poison).to(tl.float32)
-    x = _load(x_pointer + row * x_stride + (step * 0)[:, None] + column, column, n, PIECES, WIDTH, EXACT)
+    at = x.pointer + row * x.stride + (step * 0)[:, None] + column
+    held = _load(at, column, n, T.pieces, T.width, T.full)
     sums, turned = (), tl.zeros((LEVELS,), tl.float32)
     for piece in tl.static_range(PIECES):  # noqa: B007
         sums = sums + (tl.zeros((LEVELS, WIDTH), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    for start in range(1, n, LEVELS):
+    for start in range(1, n, T.together):
         level = start + step
         at = row * (n + 1) + level
-        _hi, _lo, hi, shift, end = _threshold(hi_pointer + at, lo_pointer + at, level < n, inverse, CDF)
+        _hi, _lo, hi, shift, end = _threshold(t.hi + at, t.lo + at, level < n, inverse, L.cdf)
         moves = ((level < n) & ~end)[:, None]
         grads = grad_pointer + row * grad_row + column.to(tl.int64) * grad_column
         grads += (level - 1).to(tl.int64)[:, None] * grad_place
         f, rise, both = (), (), ()
         for i in tl.static_range(PIECES):
-            inside = moves if EXACT else moves & (column + i * WIDTH < n)
-            to = grads + (i * WIDTH) * grad_column
+            inside = moves if T.full else moves & (column + i * T.width < n)
+            to = grads + (i * T.width) * grad_column
             g = tl.load(to, mask=inside, other=0.0).to(tl.float32)
             g -= tl.load(to + grad_place, mask=inside, other=0.0).to(tl.float32)
-            moved = density((x[i] - hi[:, None]) * scale - shift[:, None], power, CDF, WHOLE)
-            moved = tl.where(inside & (tl.abs(x[i]) < float("inf")), moved, 0.0)
+            moved = density((held[i] - hi[:, None]) * scale - shift[:, None], power, L.cdf, L.whole)
+            moved = tl.where(inside & (tl.abs(held[i]) < float("inf")), moved, 0.0)
             both = plus(both, (moved, moved * g))
             f, rise = f + (moved,), rise + (g,)  # type: ignore[assignment]  # noqa: RUF005
-        mass, moment = total(both, LEVELS)
+        mass, moment = total(both, T.together)
         mean = tl.where(mass > 0, moment / tl.where(mass > 0, mass, 1.0), 0.0)
         pulls = ()
         for i in tl.static_range(PIECES):
             pull = f[i] * (rise[i] - mean[:, None])
             pulls = pulls + (pull,)  # type: ignore[assignment]  # noqa: RUF005
             if ASKED:
-                v = (x[i] - hi[:, None]) * scale - shift[:, None]
+                v = (held[i] - hi[:, None]) * scale - shift[:, None]
                 turned += tl.sum(tl.where(f[i] > 0, pull * v, 0.0), axis=1)
         sums = plus(sums, pulls)
     for i in tl.static_range(PIECES):
         dx = tl.sum(sums[i], axis=0)[None, :] * narrow + poison
-        there = column + i * WIDTH < n
-        tl.store(dx_pointer + row * n + column + i * WIDTH, dx.to(dx_pointer.dtype.element_ty), mask=there)
+        there = column + i * T.width < n
+        tl.store(dx_pointer + row * n + column + i * T.width, dx.to(dx_pointer.dtype.element_ty), mask=there)
     if ASKED:
-        dtau = -tl.sum(turned, axis=0) * (narrow / unit(CDF)) + poison
+        dtau = -tl.sum(turned, axis=0) * (narrow / unit(L.cdf)) + poison
         tl.store(dtau_pointer + row, dtau.to(tl.float64))
 
 
@@ -311,8 +307,8 @@ def soft_permutation(x: Tensor, tau: Tensor, cdf: str, shape: float) -> tuple[Te
         start, groups, power = _forward(n, cdfs.resolve(cdf, shape))
         start(
             batch.numel() * groups,
-            *layout.rows(x, n), *layout.values(tau, batch, x.device), p, hi, lo, n, groups, EVALUATIONS,
-            *power,
+            layout.rows(x, n), layout.values(tau, batch, x.device), p, Threshold(hi, lo), n, groups,
+            EVALUATIONS, power,
         )  # fmt: skip
     return p, hi, lo
 
@@ -333,8 +329,8 @@ def soft_permutation_backward(
         flat = grad.reshape(-1, n, n)
         start(
             batch.numel(),
-            flat, *flat.stride(), *layout.rows(x, n), *layout.values(tau, batch, x.device),
-            hi, lo, dx, dtau, n, *power,
+            flat, *flat.stride(), layout.rows(x, n), layout.values(tau, batch, x.device), Threshold(hi, lo),
+            dx, dtau, n, power,
         )  # fmt: skip
     return dx, dtau
 
@@ -349,11 +345,7 @@ def _forward(n: int, F: cdfs.CDF) -> tuple[Variant, int, tuple[float, float]]:
     counts = [LEVELS << i for i in range(5) if i == 0 or _padded(n) * LEVELS << i <= HELD]
     levels = min(counts, key=lambda levels: (_programs(n, levels) * levels, levels))
     tile = _tile(n, levels, SHARE_OF_EXPONENTIALS if F.name in ("logistic", "laplace") else SHARE)
-    kernel = variant(
-        _permute,
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), CHUNK=layout.RESCUE * tile["num_warps"], **tile,
-        **registers(F),
-    )  # fmt: skip
+    kernel = variant(_permute, L=layout.law(F), **tile, **registers(F))
     return kernel, _programs(n, levels), layout.power(F)
 
 
@@ -366,9 +358,7 @@ def _programs(n: int, levels: int) -> int:
 def _backward(n: int, F: cdfs.CDF, want_tau: bool) -> tuple[Variant, tuple[float, float]]:
     levels = max(LEVELS, min(HELD_BACK // _padded(n), next_power_of_2(n)))
     kernel = variant(
-        _pull_permutations,
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), ASKED=want_tau, **_tile(n, levels, SHARE),
-        **layout.registers(),
+        _pull_permutations, L=layout.law(F), ASKED=want_tau, **_tile(n, levels, SHARE), **layout.registers(),
     )  # fmt: skip
     return kernel, layout.power(F)
 
@@ -392,5 +382,5 @@ def _tile(n: int, levels: int, share: int) -> dict[str, Any]:
     warps = max(1, levels * _padded(n) // share)
     width = (128 if n % 16 == 0 else 32) * warps // levels
     pieces = max(2, cdiv(n, width))  # Triton 3.6 has trouble with tuples of one member
-    exact = n == pieces * width
-    return {"LEVELS": levels, "PIECES": pieces, "WIDTH": width, "EXACT": exact, "num_warps": warps}
+    tile = Tile(levels, pieces, width, n == pieces * width, False, layout.RESCUE * warps)
+    return {"T": tile, "num_warps": warps}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from khot._kernels.reference import order_statistics as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Values
 from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.largest import of_long_rows
 from khot._kernels.triton.launch import launch
@@ -227,20 +228,20 @@ def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor
     return dx
 
 
-def given(k: Tensor, x: Tensor) -> layout.Values:
+def given(k: Tensor, x: Tensor) -> Values:
     """The places that are asked for of each row: by value if they follow each other and are the same in all
     rows."""
     found = _consecutive(k)
     if found is None:
-        found = layout.Values(k.to(x.device).expand(*x.shape[:-1], k.shape[-1]).contiguous(), 1, 0.0, 0.0)
+        found = Values(k.to(x.device).expand(*x.shape[:-1], k.shape[-1]).contiguous(), 1, 0.0, 0.0)
     return found
 
 
-def _consecutive(k: Tensor) -> layout.Values | None:
+def _consecutive(k: Tensor) -> Values | None:
     """The first of places that follow each other and are the same in all rows, if these are on the CPU."""
     if not k.is_cpu or any(k.stride(i) and k.shape[i] > 1 for i in range(k.dim() - 1)):
         return None
     numbers = k.reshape(-1, k.shape[-1])[0].tolist()
     if numbers != [numbers[0] + i for i in range(len(numbers))]:
         return None
-    return layout.Values(None, 0, *layout.halves(numbers[0]))
+    return Values(None, 0, *layout.halves(numbers[0]))

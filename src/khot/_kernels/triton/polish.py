@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from khot._kernels.triton.arguments import Tile
 from khot._kernels.triton.fast import any_row, exp_of_minus, reciprocal64, two_sum, wide
 from khot._kernels.triton.functions import LAPLACE, LOGISTIC, full_support, side
 from khot._kernels.triton.threshold import over
@@ -54,26 +55,24 @@ def _terms(x, given):
 
 
 @triton.jit
-def polish(
-    x, at, n, hi, lo, ok, k, tau, power,
-    CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def polish(x, at, n, hi, lo, ok, k, tau, power, CDF: tl.constexpr, T: tl.constexpr):
     """hi and lo of the rows that are ok, and which of them have a threshold. All numbers are float64; x, at
     and n are as for :func:`.threshold.over`.
 
     A row that a program holds alone is read again: there are not registers enough for float64 beside it.
     """
-    ALONE: tl.constexpr = TOGETHER == 1
+    ALONE: tl.constexpr = T.together == 1
     inverse = 1 / tau
     ok = ok & (inverse < float("inf"))
     last: tl.constexpr = LAST if full_support(CDF) else LAST_KINKED
     open_ = ok
     count = 0
-    running = any_row(open_, TOGETHER)
+    running = any_row(open_, T.together)
     while running:
         above, tails, mass = over(
-            x, at, n, _terms, (wide(hi, TOGETHER), wide(lo, TOGETHER), wide(inverse, TOGETHER), power, CDF),
-            3, TOGETHER, 1 if ALONE else PIECES, WIDTH, ALONE, TYPE=tl.float64,
+            x, at, n, _terms,
+            (wide(hi, T.together), wide(lo, T.together), wide(inverse, T.together), power, CDF), 3,
+            Tile(T.together, 1 if ALONE else T.pieces, T.width, False, ALONE, 0), TYPE=tl.float64,
         )  # fmt: skip
         step = ((above - k) + tails) / mass
         found = tl.abs(step) < LONG
@@ -84,6 +83,6 @@ def polish(
         lo = tl.where(open_, lo + step * tau, lo)
         open_ = open_ & (tl.abs(step) > last)
         count += 1
-        running = (count < STEPS) & any_row(open_, TOGETHER)
+        running = (count < STEPS) & any_row(open_, T.together)
     hi, lo = two_sum(hi, lo)
     return hi, lo, ok & ~open_

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from khot._kernels.triton.arguments import Law
+from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import LOG2E, inverse_of, log2, plus, reciprocal, store, total, wide
 from khot._kernels.triton.functions import HUGE, POWER
 from khot._kernels.triton.pooled import pooled_moments, size, temperature, unpooled
@@ -29,12 +31,11 @@ __all__ = [
 
 @triton.jit
 def find_gamma(
-    x, at, there, n_columns, k, tau, power, evaluations,
-    P: tl.constexpr, SIGNED: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr, AGAIN: tl.constexpr,
+    x, at, there, n_columns, k, tau, power, evaluations, P: tl.constexpr, SIGNED: tl.constexpr,
+    WHOLE: tl.constexpr, T: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """γ of rows, and which of them have one. AGAIN is as in :func:`.threshold.iterate`."""
-    n, first, second = over(x, at, n_columns, pooled_moments, 0, 3, TOGETHER, PIECES, WIDTH, STREAM)
+    n, first, second = over(x, at, n_columns, pooled_moments, 0, 3, T)
     n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
     rest = n - k
     ok = there & (k > 0) & (rest > 0) & holds(n, rest, power, POWER)
@@ -54,8 +55,9 @@ def find_gamma(
     done = ~ok
     hi = tl.where(ok, hi, 1.0)
     hi, lo, solved = iterate(
-        x, at, n_columns, hi, hi * 0, hi * 0, high, crowd, done, n, k, k * 0, tau, reciprocal(heat),
-        power, evaluations, POWER, WHOLE, TOGETHER, PIECES, WIDTH, STREAM, AGAIN, POOLED=P,
+        x, at, n_columns, (hi, hi * 0, hi * 0, high, crowd), done,
+        (n, k, k * 0, tau, reciprocal(heat), power), evaluations, Law(POWER, WHOLE, 0, BY_COUNT), T, AGAIN,
+        POOLED=P,
     )  # fmt: skip
     return hi, lo, ok & solved & (hi > 0)
 
@@ -82,17 +84,16 @@ def pooled_result(x, given, P: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def write_pooled(
-    at, to, ok, n, given, P: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def write_pooled(at, to, ok, n, given, P: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr):
     """y of a row that is read again, or of a part of one, to where its entries go."""
-    column = tl.arange(0, WIDTH)
-    for start in range(0, n, PIECES * WIDTH):
-        held = load_rows(at + start, ok, n - start, 1, PIECES, WIDTH, False)
+    PIECES: tl.constexpr = T.pieces
+    column = tl.arange(0, T.width)
+    for start in range(0, n, T.pieces * T.width):
+        held = load_rows(at + start, ok, n - start, 1, T.pieces, T.width, False)
         for i in tl.static_range(PIECES):
-            valid = inside(ok, column + (start + i * WIDTH), n, 1, False)
+            valid = inside(ok, column + (start + i * T.width), n, 1, False)
             y = pooled_result(held[i], given, P, WHOLE).to(to.dtype.element_ty)
-            tl.store(to + (start + i * WIDTH), y, mask=valid)
+            tl.store(to + (start + i * T.width), y, mask=valid)
 
 
 @triton.jit
@@ -127,15 +128,13 @@ def _rates(x, y, given, P: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _entries(
-    x_at, y_at, grad_at, grad_column, offset, valid, TYPE: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr
-):  # fmt: skip
+def _entries(at, offset, valid, TYPE: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
     """x; y where it is used; and the incoming gradient, in the direction of |x|."""
-    x = tl.load(x_at + offset, mask=valid, other=0.0 if SIGNED else float("-inf")).to(TYPE)
+    x = tl.load(at[0] + offset, mask=valid, other=0.0 if SIGNED else float("-inf")).to(TYPE)
     y = x
     if P != 2:
-        y = tl.load(y_at + offset, mask=valid, other=0.0).to(TYPE)
-    v = tl.load(grad_at + tl.cast(offset, tl.int64) * grad_column, mask=valid, other=0.0).to(TYPE)
+        y = tl.load(at[1] + offset, mask=valid, other=0.0).to(TYPE)
+    v = tl.load(at[2] + tl.cast(offset, tl.int64) * at[3], mask=valid, other=0.0).to(TYPE)
     return x, y, tl.where(x < 0, -v, v)
 
 
@@ -154,8 +153,8 @@ def pull_given(hi, lo, tau, P: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def pull_sums(
-    x_at, y_at, grad_at, grad_column, there, n, nothing, given,
-    P: tl.constexpr, SIGNED: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    at, there, n, nothing, given, P: tl.constexpr, SIGNED: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """How many entries are selected on their own; Σr and Σr z γ^(p−1) of the pooled ones; Σr v; and what τ
     takes from y by itself. In float64, of which each row has nothing yet."""
@@ -167,7 +166,7 @@ def pull_sums(
         for i in tl.static_range(PIECES):
             offset = start + i * WIDTH
             valid = inside(there, column + offset, n, TOGETHER, False)
-            x, y, v = _entries(x_at, y_at, grad_at, grad_column, offset, valid, TYPE, P, SIGNED)
+            x, y, v = _entries(at, offset, valid, TYPE, P, SIGNED)
             own, _slope, fall, rate, turn = _rates(x, y, given, P, SIGNED)
             one = tl.where(valid & own, 1.0, 0.0).to(TYPE)
             held = plus(held, (one, rate, turn, rate * v, v * (fall + turn)))
@@ -200,8 +199,8 @@ def in_range(pull, dtau):
 
 @triton.jit
 def write_pull(
-    x_at, y_at, grad_at, grad_column, dx_at, there, n, hi, pull, given,
-    P: tl.constexpr, SIGNED: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    at, dx_at, there, n, hi, pull, given, P: tl.constexpr, SIGNED: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     share = wide(pull.to(hi.dtype), TOGETHER)
@@ -209,7 +208,7 @@ def write_pull(
         for i in tl.static_range(PIECES):
             offset = start + i * WIDTH
             valid = inside(there, column + offset, n, TOGETHER, False)
-            x, y, v = _entries(x_at, y_at, grad_at, grad_column, offset, valid, hi.dtype, P, SIGNED)
+            x, y, v = _entries(at, offset, valid, hi.dtype, P, SIGNED)
             _own, slope, _fall, rate, _turn = _rates(x, y, given, P, SIGNED)
             dx = slope * v + rate * (v + share)
             dx = tl.where(x < 0, -dx, dx)

@@ -25,13 +25,13 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import eager
 from khot._kernels.triton import layout, native
-from khot._kernels.triton.arguments import Law, Matrix, Pulled, Rows, Threshold, Tile, Values
+from khot._kernels.triton.arguments import Matrix, Pairs, Pulled, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.costs import load_pair, priced
 from khot._kernels.triton.exact import number64, row_source
 from khot._kernels.triton.exact_backward import pull_exactly
-from khot._kernels.triton.exact_sums import BY, BY_COUNT, BY_VALUE
+from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import inverse_of, joined, plus, reciprocal, split, total, wide
-from khot._kernels.triton.functions import LOG, OUTPUTS, THRESHOLD, place
+from khot._kernels.triton.functions import LOG, THRESHOLD, place
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.resident import entries, inside, numbers, place_rows, rescue, row_values
 from khot._kernels.triton.resident_budget import share_of
@@ -191,7 +191,7 @@ def _write(at, grad, to, ok, n, given, pull, hi, lo, inverse, kept, L: tl.conste
             dx = (u - paid * share) * per
             tl.store(dx_at + offset, dx.to(dx_at.dtype.element_ty), mask=valid)
             if L.by != BY_COUNT:
-                dcost = -share * share_of(x, w, values, L.cdf, L.whole, L.by)
+                dcost = -share * share_of(x, w, values, L)
                 if L.by == BY_VALUE:
                     dcost -= t * dx
                 dcost = tl.where(x == float("-inf"), 0.0, dcost)
@@ -212,14 +212,11 @@ def _pull_exactly(
 ):  # fmt: skip
     """One row in float64, which is read again a chunk at a time."""
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(power[0], power[1]))
-    if L.by == BY_COUNT:
-        source = row_source(x.pointer, x.stride, x.pointer, 0, 0, row, n, L.by)
-    else:
-        source = row_source(x.pointer, x.stride, cost.pointer, cost.row, cost.column, row, n, L.by)
     dx_at, dcost_at = _results(to, row * n, L)
     pull_exactly(
-        source, grad.pointer + row * grad.row, grad.column, number64(*grad_lo, row), threshold,
-        dx_at, dcost_at, to.dgoal + row, to.dtau + row, L.cdf, L.by, AT_MOST, L.output, CHUNK,
+        row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
+        number64(*grad_lo, row), threshold, dx_at, dcost_at, to.dgoal + row, to.dtau + row,
+        L.cdf, L.by, AT_MOST, L.output, CHUNK,
     )  # fmt: skip
 
 
@@ -261,25 +258,26 @@ def pull_rows(
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _pull_parts(
-    grad, grad_lo, x, cost, t, tau, to, done_pointer, counter_pointer, left_pointer, n_columns, length, parts,
-    power, L: tl.constexpr, T: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr, PARTS: tl.constexpr,
+    grad, grad_lo, pairs, t, tau, to, scratch, n_columns, length, parts, power,
+    L: tl.constexpr, T: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    x, cost = pairs
     row, part = place(parts)
     there = row >= 0
     hi, lo, own_tau, inverse, given = _threshold(t, tau, power, row, there, L, 1)
     start = part.to(tl.int64) * length
     at, grad_at = _places(x, cost, grad, row, start + tl.arange(0, T.width), L, 1)
     sums = _streamed_sums(at, grad_at, tl.minimum(n_columns - start, length).to(tl.int32), given, L, T)
-    left = left_pointer + row * LEFT * parts
+    left = scratch.left + row * LEFT * parts
     for i in tl.static_range(LEFT):
         tl.store(left + i * parts + part, sums[i])
-    if last_of_row(counter_pointer + row, parts):
+    if last_of_row(scratch.counter + row, parts):
         totals = (
             total_of_parts(left, 0, parts, PARTS), total_of_parts(left, 1, parts, PARTS),
             total_of_parts(left, 2, parts, PARTS), total_of_parts(left, 3, parts, PARTS),
         )  # fmt: skip
         pull, dtau, ok = _settle(totals, grad_lo, row, there, hi, lo, own_tau, inverse, L, AT_MOST, ASKED)
-        tl.store(done_pointer + row, tl.where(ok, 0, 1))
+        tl.store(scratch.state + row, tl.where(ok, 0, 1))
         if ok:
             tl.store(to.dgoal + row, pull.to(tl.float64))
             tl.store(to.dtau + row, dtau.to(tl.float64))
@@ -312,11 +310,11 @@ KERNELS = (pull_rows, _pull_parts, _gradient_parts)
 
 
 def backward(
-    grad: tuple[Tensor, int, int],
+    grad: Matrix,
     grad_lo: Values,
-    source: tuple[Tensor, int],
-    cost: tuple[Tensor, int, int] | None,
-    t: tuple[Tensor, Tensor],
+    source: Rows,
+    cost: Matrix | None,
+    t: Threshold,
     tau: Values,
     results: tuple[Tensor, Tensor | None, Tensor, Tensor],
     n: int,
@@ -327,18 +325,17 @@ def backward(
     output: str = "y",
 ) -> None:
     """Fill the results: the gradients in the scores, the costs, the goal, and τ."""
-    rows, which = t[0].numel(), (F, by, at_most, output, asked(grad_lo))
+    rows, which = t.hi.numel(), (F, by, at_most, output, asked(grad_lo))
     dx, dcost, dgoal, dtau = results
-    given = Rows(*source), None if cost is None else Matrix(*cost), Threshold(*t), tau
     to = Pulled(dx, dgoal, dtau, dcost)
     if layout.splits(rows, n):
-        return _share(Matrix(*grad), grad_lo, given, to, rows, n, *which)
+        return _share(grad, grad_lo, Pairs(source, cost), t, tau, to, rows, n, *which)
     start, programs, power = _variant(rows, n, *which)
-    arguments = (Matrix(*grad), grad_lo, *given, to, rows, n, power)
+    arguments = (grad, grad_lo, source, cost, t, tau, to, rows, n, power)
     start(programs, *arguments)
     if eager.launching and output != "threshold" and not asked(grad_lo):
         name, choices = ("soft_topk", (output == "log",)) if by == "count" else ("soft_budget", (by, at_most))
-        native.prepare(name, source[0], start, programs, arguments, F.name, *choices, backward=True)
+        native.prepare(name, source.pointer, start, programs, arguments, F.name, *choices, backward=True)
 
 
 def asked(grad_lo: Values) -> bool:
@@ -353,20 +350,18 @@ def _variant(
     """What is launched, in how many programs, and the exponent of z."""
     tile = (layout.tile if by == "count" else layout.pair_tile)(rows, n)
     puller = variant(
-        pull_rows, L=_law(F, by, output), T=layout.constant(tile, n), AT_MOST=at_most, ASKED=asked,
+        pull_rows, L=layout.law(F, by, output), T=layout.constant(tile, n), AT_MOST=at_most, ASKED=asked,
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
     return puller, cdiv(rows, tile.together), layout.power(F)
 
 
-def _law(F: cdfs.CDF, by: str, output: str) -> Law:
-    return Law(layout.cdf_id(F.name), layout.whole(F), OUTPUTS[output], BY[by])
-
-
 def _share(
     grad: Matrix,
     grad_lo: Values,
-    given: tuple[Rows, Matrix | None, Threshold, Values],
+    pairs: Pairs,
+    t: Threshold,
+    tau: Values,
     to: Pulled,
     rows: int,
     n: int,
@@ -379,12 +374,12 @@ def _share(
     """The same of rows that many programs share."""
     cut, power = layout.cut(rows, n), layout.power(F)
     done = torch.empty(rows, dtype=torch.int32, device=to.dx.device)
-    counter, left = torch.zeros_like(done), to.dgoal.new_empty(rows, LEFT.value, cut.parts)
-    tile = Tile(1, cut.pieces if by == "count" else 2, cut.width, False, True, layout.RESCUE * cut.warps)
-    which = {"L": _law(F, by, output), "T": tile, "num_warps": cut.warps, **layout.registers()}
+    scratch = Scratch(done, torch.zeros_like(done), to.dgoal.new_empty(rows, LEFT.value, cut.parts))
+    tile = layout.part_tile(cut, None if by == "count" else 2)
+    which = {"L": layout.law(F, by, output), "T": tile, "num_warps": cut.warps, **layout.registers()}
     size, programs = (n, cut.length, cut.parts), rows * cut.parts
     launch(
-        _pull_parts, programs, grad, grad_lo, *given, to, done, counter, left, *size, power,
+        _pull_parts, programs, grad, grad_lo, pairs, t, tau, to, scratch, *size, power,
         AT_MOST=at_most, ASKED=asked, PARTS=next_power_of_2(cut.parts), **which,
     )  # fmt: skip
-    launch(_gradient_parts, programs, grad, *given, to, done, *size, power, **which)
+    launch(_gradient_parts, programs, grad, *pairs, t, tau, to, done, *size, power, **which)

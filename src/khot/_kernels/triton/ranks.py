@@ -25,6 +25,7 @@ from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import layout, native, row_sort
+from khot._kernels.triton.arguments import Values
 from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.resident import entries, inside, place_rows
@@ -540,7 +541,7 @@ def _rank(
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
     scores, stride = layout.rows(x, n)
-    scale = layout.Values(None, 0, 1.0, 0.0) if tau is None else layout.values(tau, batch, x.device)
+    scale = Values(None, 0, 1.0, 0.0) if tau is None else layout.values(tau, batch, x.device)
     if n > RANKED:
         keys = x if value is None else torch.where(x == -math.inf, -math.inf, value)
         y, order = row_sort.descending(keys)

@@ -18,10 +18,11 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import eager
 from khot._kernels.triton import layout, native
+from khot._kernels.triton.arguments import Rows, Threshold, Values
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, before, joined, reciprocal, split, store, wide, word_of
-from khot._kernels.triton.functions import LOG, LOGISTIC, OUTPUTS, THRESHOLD, log_F
+from khot._kernels.triton.functions import LOG, LOGISTIC, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.packed import WORD, load_words, piece
 from khot._kernels.triton.polish import polish
@@ -129,20 +130,20 @@ def row_values(hi, lo, tau_inverse, above_half, power, CDF: tl.constexpr, TOGETH
 
 
 @triton.jit
-def result(x, given, CDF: tl.constexpr, OUTPUT: tl.constexpr, WHOLE: tl.constexpr):
+def result(x, given, L: tl.constexpr):
     """y or its logarithm.
 
     Given are hi; for y, lo and 1, each times ±unit/τ, and what turns 1 − y into y; for the logarithm, 1/τ and
     lo/τ; and the exponent of z.
     """
     hi, shift, turn, sign, base, inverse, low, power = given
-    if OUTPUT == LOG:
+    if L.output == LOG:
         z = (x - hi) * inverse - low
-        return tl.where(z == float("-inf"), z, log_F(z, power, CDF))
-    elif CDF == LOGISTIC:
+        return tl.where(z == float("-inf"), z, log_F(z, power, L.cdf))
+    elif L.cdf == LOGISTIC:
         return reciprocal(1.0 + tl.exp2(shift - (x - hi) * turn)) * sign + base
     else:
-        return value(x, hi, turn, shift, power, CDF, WHOLE)
+        return value(x, hi, turn, shift, power, L.cdf, L.whole)
 
 
 @triton.jit
@@ -153,21 +154,18 @@ def _store_rounded(pointer, row, t, there):
 
 
 @triton.jit
-def _solve_exactly(
-    row, x_pointer, x_stride, k, tau, out_pointer, hi_pointer, lo_pointer, n, power,
-    CDF: tl.constexpr, OUTPUT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _solve_exactly(row, x, k, tau, out_pointer, t, n, power, L: tl.constexpr, T: tl.constexpr):
     """One row in float64, which is read again a chunk at a time."""
-    x_at = x_pointer + row * x_stride
+    x_at = x.pointer + row * x.stride
     source = (x_at, x_at, 0, n)
     k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_exactly(source, k, tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
-    tl.store(hi_pointer + row, hi)
-    tl.store(lo_pointer + row, lo)
-    if OUTPUT == THRESHOLD:
+    hi, lo = find_exactly(source, k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
+    tl.store(t.hi + row, hi)
+    tl.store(t.lo + row, lo)
+    if L.output == THRESHOLD:
         _store_rounded(out_pointer, row, hi + lo, row >= 0)
     else:
-        write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY_COUNT, OUTPUT, CHUNK)
+        write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), L.cdf, BY_COUNT, L.output, T.chunk)
 
 
 # --------------------------------------------------------------------------------------------- the kernel
@@ -175,105 +173,94 @@ def _solve_exactly(
 
 @triton.jit(do_not_specialize=["rows", "evaluations"])
 def solve_rows(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
-    out_pointer, hi_pointer, lo_pointer, rows, n_columns, evaluations, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr,
-    OUTPUT: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
+    x, k, tau, out_pointer, t, rows, n_columns, evaluations, exponent, L: tl.constexpr, T: tl.constexpr,
     POLISHED: tl.constexpr = False, PACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
-    many entries at a time. POLISHED says that t is to have the digits of float64, and PACKED that a row is
-    held two entries to a word (:mod:`.packed`).
-    """
-    row, there = place_rows(rows, TOGETHER)
-    column = tl.arange(0, WIDTH)
-    at = x_pointer + entries(row, x_stride, column, TOGETHER)
-    x = ()
+    """The rows of a :class:`.arguments.Tile`; or one of any length that streams past. POLISHED says that t is
+    to have the digits of float64, and PACKED that a row is held two entries to a word (:mod:`.packed`)."""
+    PIECES: tl.constexpr = T.pieces
+    row, there = place_rows(rows, T.together)
+    column = tl.arange(0, T.width)
+    at = x.pointer + entries(row, x.stride, column, T.together)
+    held = ()
     if PACKED:
-        x = load_words(x_pointer + row * x_stride, n_columns, PIECES, WIDTH, EXACT)
-    elif not STREAM:
-        x = load_rows(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-    origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
+        held = load_words(x.pointer + row * x.stride, n_columns, T)
+    elif not T.streams:
+        held = load_rows(at, there, n_columns, T.together, T.pieces, T.width, T.full)
+    origin = tl.load(x.pointer + row * x.stride, mask=there, other=0.0).to(tl.float32)
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
-    k, k_rest = numbers(k_pointer, k_stride, k_high, k_low, row, there)
-    tau, tau_rest = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
-    power = tl.zeros((), tl.float32) + power_high
+    own_k, k_rest = numbers(*k, row, there)
+    own_tau, tau_rest = numbers(*tau, row, there)
+    power = tl.zeros((), tl.float32) + exponent[0]
     hi, lo, ok, inverse, rest = find(
-        x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
-        CDF, WHOLE, TOGETHER, PIECES, WIDTH, EXACT, STREAM, TOGETHER == 1 and not STREAM,
+        held, at, origin, there, n_columns, own_k, k_rest, own_tau, power, evaluations, L, T,
+        T.together == 1 and not T.streams,
     )  # fmt: skip
 
     fine_hi, fine_lo = hi.to(tl.float64), lo.to(tl.float64)
     if POLISHED:
         fine_hi, fine_lo, ok = polish(
-            x, at, n_columns, fine_hi, fine_lo, ok, k.to(tl.float64) + k_rest,
-            tau.to(tl.float64) + tau_rest, joined(power_high, power_low), CDF, TOGETHER, PIECES, WIDTH,
+            held, at, n_columns, fine_hi, fine_lo, ok, own_k.to(tl.float64) + k_rest,
+            own_tau.to(tl.float64) + tau_rest, joined(*exponent), L.cdf, T,
         )  # fmt: skip
         hi, high_rest = split(fine_hi)
         lo = high_rest + fine_lo.to(tl.float32)
-    tl.store(hi_pointer + row, fine_hi, mask=ok)
-    tl.store(lo_pointer + row, fine_lo, mask=ok)
-    if OUTPUT == THRESHOLD:
+    tl.store(t.hi + row, fine_hi, mask=ok)
+    tl.store(t.lo + row, fine_lo, mask=ok)
+    if L.output == THRESHOLD:
         _store_rounded(out_pointer, row, fine_hi + fine_lo, ok)
     else:
-        values = row_values(hi, lo, inverse, k > rest, power, CDF, TOGETHER)
-        to = out_pointer + entries(row, n_columns, column, TOGETHER)
-        if STREAM:
-            write_backwards(at, to, 0, n_columns, ok, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+        values = row_values(hi, lo, inverse, own_k > rest, power, L.cdf, T.together)
+        to = out_pointer + entries(row, n_columns, column, T.together)
+        if T.streams:
+            write_backwards(at, to, 0, n_columns, ok, values, L, T)
         elif PACKED:
             words = (out_pointer + row * n_columns).to(WORD, bitcast=True) + column
             for i in tl.static_range(PIECES // 2):
-                first = result(piece(x, 2 * i, at, PIECES), values, CDF, OUTPUT, WHOLE)
-                second = result(piece(x, 2 * i + 1, at, PIECES), values, CDF, OUTPUT, WHOLE)
-                valid = inside(ok, column + i * WIDTH, n_columns // 2, TOGETHER, EXACT)
-                tl.store(words + i * WIDTH, word_of(first, second, out_pointer.dtype.element_ty), mask=valid)
+                first = result(piece(held, 2 * i, at, T.pieces), values, L)
+                second = result(piece(held, 2 * i + 1, at, T.pieces), values, L)
+                word = word_of(first, second, out_pointer.dtype.element_ty)
+                valid = inside(ok, column + i * T.width, n_columns // 2, T.together, T.full)
+                tl.store(words + i * T.width, word, mask=valid)
         else:
             for i in tl.static_range(PIECES):
-                valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-                out = result(x[i], values, CDF, OUTPUT, WHOLE).to(out_pointer.dtype.element_ty)
-                tl.store(to + i * WIDTH, out, mask=valid)
+                valid = inside(ok, column + i * T.width, n_columns, T.together, T.full)
+                out = result(held[i], values, L).to(out_pointer.dtype.element_ty)
+                tl.store(to + i * T.width, out, mask=valid)
 
     rescue(
-        there & ~ok, row, _solve_exactly,
-        (
-            x_pointer, x_stride, (k_pointer, k_stride, k_high, k_low),
-            (tau_pointer, tau_stride, tau_high, tau_low), out_pointer, hi_pointer, lo_pointer, n_columns,
-            joined(power_high, power_low), CDF, OUTPUT, CHUNK,
-        ),
-        TOGETHER,
+        there & ~ok, row, _solve_exactly, (x, k, tau, out_pointer, t, n_columns, joined(*exponent), L, T),
+        T.together,
     )  # fmt: skip
 
 
 @triton.jit
-def write_backwards(
-    at, to, begin, end, ok, values, CDF: tl.constexpr, OUTPUT: tl.constexpr, WHOLE: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def write_backwards(at, to, begin, end, ok, values, L: tl.constexpr, T: tl.constexpr):
     """The results from begin to end of one row, the last first: the row's end is what the cache still has."""
-    STEP: tl.constexpr = PIECES * WIDTH
-    column = tl.arange(0, WIDTH)
+    PIECES: tl.constexpr = T.pieces
+    STEP: tl.constexpr = T.pieces * T.width
+    column = tl.arange(0, T.width)
     steps = tl.cdiv(end - begin, STEP)
     for behind in range(steps):
         start = begin + (steps - 1 - behind) * STEP
         held = ()
         for i in tl.static_range(PIECES):
-            valid = inside(ok, column + (start + i * WIDTH), end, 1, False)
-            piece = tl.load(at + (start + i * WIDTH), mask=valid, other=0.0).to(tl.float32)
+            valid = inside(ok, column + (start + i * T.width), end, 1, False)
+            piece = tl.load(at + (start + i * T.width), mask=valid, other=0.0).to(tl.float32)
             held = held + (piece,)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(PIECES):
-            valid = inside(ok, column + (start + i * WIDTH), end, 1, False)
-            out = result(held[i], values, CDF, OUTPUT, WHOLE).to(to.dtype.element_ty)
-            tl.store(to + (start + i * WIDTH), out, mask=valid)
+            valid = inside(ok, column + (start + i * T.width), end, 1, False)
+            out = result(held[i], values, L).to(to.dtype.element_ty)
+            tl.store(to + (start + i * T.width), out, mask=valid)
 
 
 KERNELS = (solve_rows,)
 
 
 def soft_topk(
-    source: tuple[Tensor, int],
-    k: layout.Values,
-    tau: layout.Values,
+    source: Rows,
+    k: Values,
+    tau: Values,
     out: Tensor,
     hi: Tensor,
     lo: Tensor,
@@ -286,10 +273,10 @@ def soft_topk(
     packed = layout.packs(*source, n) and F.name != "normal"  # whose formulas leave no registers for a row
     start, programs, power = _variant(rows, n, F, output, packed)
     to = None if output == "threshold" else out
-    arguments = (*source, *k, *tau, to, hi, lo, rows, n, EVALUATIONS, *power)
+    arguments = (source, k, tau, to, Threshold(hi, lo), rows, n, EVALUATIONS, power)
     start(programs, *arguments)
     if eager.launching and output in ("y", "log"):
-        native.prepare("soft_topk", source[0], start, programs, arguments, F.name, output == "log")
+        native.prepare("soft_topk", source.pointer, start, programs, arguments, F.name, output == "log")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -299,11 +286,7 @@ def _variant(
     """What is launched, in how many programs, and the exponent of z."""
     tile = layout.packed_tile(n) if packed else layout.tile(rows, n)
     solver = variant(
-        solve_rows,
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F),
-        OUTPUT=OUTPUTS[output], TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
-        EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
-        POLISHED=layout.steep(F, output), PACKED=packed,
-        num_warps=tile.warps, **layout.registers(),
+        solve_rows, L=layout.law(F, output=output), T=layout.constant(tile, n),
+        POLISHED=layout.steep(F, output), PACKED=packed, num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
     return solver, cdiv(rows, tile.together), layout.power(F)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import costs, layout, native
+from khot._kernels.triton.arguments import Matrix, Rows, Threshold, Values
 from khot._kernels.triton.costs import (
     as_bits,
     levels,
@@ -28,7 +29,7 @@ from khot._kernels.triton.costs import (
     unit_of_costs,
 )
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
-from khot._kernels.triton.exact_sums import BY, BY_SCORE, BY_VALUE
+from khot._kernels.triton.exact_sums import BY_SCORE, BY_VALUE
 from khot._kernels.triton.fast import LOG2E, inverse_of, joined, reciprocal, wide
 from khot._kernels.triton.functions import VALUE
 from khot._kernels.triton.launch import Variant, variant
@@ -72,23 +73,22 @@ CLEAR = tl.constexpr(1e-5)  # of the budget: what t = 0 spends more or less than
 
 
 @triton.jit
-def _load_pairs(
-    at, there, n, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
+def _load_pairs(at, there, n, T: tl.constexpr):
     """The entries of rows as pairs, in pieces, with costs in their unit; and what
     :func:`.costs.unit_of_costs` has."""
-    column = tl.arange(0, WIDTH)
+    PIECES: tl.constexpr = T.pieces
+    column = tl.arange(0, T.width)
     held = ()
     for i in tl.static_range(PIECES):
-        valid = inside(there, column + i * WIDTH, n, TOGETHER, EXACT)
-        held = held + (load_pair(at, i * WIDTH, valid),)  # type: ignore[assignment]  # noqa: RUF005
+        valid = inside(there, column + i * T.width, n, T.together, T.full)
+        held = held + (load_pair(at, i * T.width, valid),)  # type: ignore[assignment]  # noqa: RUF005
     most = as_bits(held[0][1])  # type: ignore[misc]
     for i in tl.static_range(1, PIECES):
         most = tl.maximum(most, as_bits(held[i][1]))
-    per, good = unit_of_costs(tl.max(most, axis=0 if TOGETHER == 1 else 1))
+    per, good = unit_of_costs(tl.max(most, axis=0 if T.together == 1 else 1))
     pairs = ()
     for i in tl.static_range(PIECES):
-        pair = (held[i][0], held[i][1] * wide(per, TOGETHER))
+        pair = (held[i][0], held[i][1] * wide(per, T.together))
         pairs = pairs + (pair,)  # type: ignore[assignment]  # noqa: RUF005
     return pairs, per, good
 
@@ -104,24 +104,23 @@ def dearest(at, n, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def bracket(
-    x, at, n, per, quantile,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-):  # fmt: skip
+def bracket(x, at, n, per, quantile, T: tl.constexpr):
     """Between which thresholds all entries of a row have the same share (:func:`.costs.levels`)."""
-    if STREAM:
-        column = tl.arange(0, WIDTH)
+    PIECES: tl.constexpr = T.pieces
+    WIDTH: tl.constexpr = T.width
+    if T.streams:
+        column = tl.arange(0, T.width)
         low, high = tl.full((WIDTH,), float("inf"), tl.float32), tl.full((WIDTH,), float("-inf"), tl.float32)
-        for start in range(0, n, WIDTH):
+        for start in range(0, n, T.width):
             score, w = load_pair(at, start, column + start < n)
             least, greatest = levels(score, w * per, quantile)
             low, high = tl.minimum(low, least), tl.maximum(high, greatest)
     else:
-        low, high = levels(x[0][0], x[0][1], wide(quantile, TOGETHER))
+        low, high = levels(x[0][0], x[0][1], wide(quantile, T.together))
         for i in tl.static_range(1, PIECES):
-            least, greatest = levels(x[i][0], x[i][1], wide(quantile, TOGETHER))
+            least, greatest = levels(x[i][0], x[i][1], wide(quantile, T.together))
             low, high = tl.minimum(low, least), tl.maximum(high, greatest)
-    return tl.reduce((low, high), 0 if TOGETHER == 1 else 1, min_max)
+    return tl.reduce((low, high), 0 if T.together == 1 else 1, min_max)
 
 
 @triton.jit
@@ -178,44 +177,42 @@ def spends_at_zero(sums, k, k_rest, n, power, CDF: tl.constexpr, BY: tl.constexp
 
 @triton.jit
 def _find(
-    x, at, origin, there, n_columns, k, k_rest, per, good, tau, power, evaluations, grain, floor,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
+    x, at, origin, there, n_columns, k, k_rest, per, good, tau, power, evaluations, digits, L: tl.constexpr,
+    AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """t of rows, where entries spend k, in the units of their costs, of which `per` make one; and which of
     the rows have one. Also returned are 1/τ and what k leaves of all costs."""
-    COUNT: tl.constexpr = paid_count(CDF, BY) + 1
+    COUNT: tl.constexpr = paid_count(L.cdf, L.by) + 1
+    grain, floor = digits
     found = over(
-        x, at, n_columns, paid_moments, (wide(origin, TOGETHER), grain, BY), moment_count(BY),
-        TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
+        x, at, n_columns, paid_moments, (wide(origin, T.together), grain, L), moment_count(L.by), T, per,
+        BY=L.by,
     )  # fmt: skip
     n, rest, inverse, finite = facts_of(found, k, k_rest, tau)
-    scale = inverse * unit(CDF)
+    scale = inverse * unit(L.cdf)
     ok = good & there & finite
     loose = ok & ~ok
     if AT_MOST:
         # whether t = 0 spends less than there is, or more, or whether that is not clear
         nothing = tl.zeros((), tl.float32)
         sums = over(
-            x, at, n_columns, paid_terms,
-            (nothing, nothing, wide(scale, TOGETHER), power, CDF, WHOLE, grain, BY),
-            COUNT, TOGETHER, PIECES, WIDTH, STREAM, per, BY=BY,
+            x, at, n_columns, paid_terms, (nothing, nothing, wide(scale, T.together), power, L, grain), COUNT,
+            T, per, BY=L.by,
         )  # fmt: skip
-        less, clear = spends_at_zero(sums, k, k_rest, n, power, CDF, BY)
+        less, clear = spends_at_zero(sums, k, k_rest, n, power, L.cdf, L.by)
         loose = ok & clear & less
         ok = ok & clear
-    ok = ok & (loose | ((rest > 0) & holds(n, rest, power, CDF)))
-    hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, tau, power, CDF, BY)
-    if BY == BY_VALUE:
-        low, high = bracket(x, at, n_columns, per, quantile, TOGETHER, PIECES, WIDTH, STREAM)
+    ok = ok & (loose | ((rest > 0) & holds(n, rest, power, L.cdf)))
+    hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, tau, power, L.cdf, L.by)
+    if L.by == BY_VALUE:
+        low, high = bracket(x, at, n_columns, per, quantile, T)
         hi = tl.where((hi > low) & (hi < high), hi, 0.5 * (low + high))
     ok = ok & (loose | (tl.abs(hi) < 1e30))
     hi = tl.where(loose, 0.0, hi)
     lo = hi * 0
     hi, lo, solved = iterate(
-        x, at, n_columns, hi, lo, low, high, crowd, loose | ~ok, n, k, k_rest, tau, inverse,
-        power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM,
-        base=per, grain=grain, floor=floor, BY=BY,
+        x, at, n_columns, (hi, lo, low, high, crowd), loose | ~ok, (n, k, k_rest, tau, inverse, power),
+        evaluations, L, T, base=per, grain=grain, floor=floor,
     )  # fmt: skip
     ok = ok & solved
     if AT_MOST:
@@ -224,96 +221,86 @@ def _find(
 
 
 @triton.jit
-def share_of(x, w, values, CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr):
+def share_of(x, w, values, L: tl.constexpr):
     """y of entries, by what :func:`.resident.row_values` has of their rows."""
-    if BY == BY_VALUE:
-        off, shift = priced(x, w, values[0], values[1], values[2], CDF, WHOLE)
+    if L.by == BY_VALUE:
+        off, shift = priced(x, w, values[0], values[1], values[2], L.cdf, L.whole)
         _, _, turn, sign, base, inverse, low, power = values
-        return result(off, (0.0, shift, turn, sign, base, inverse, low, power), CDF, VALUE, WHOLE)
+        return result(off, (0.0, shift, turn, sign, base, inverse, low, power), L)
     else:
-        return result(x, values, CDF, VALUE, WHOLE)
+        return result(x, values, L)
 
 
 @triton.jit
-def write_shares(
-    at, to, ok, n, per, values, CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def write_shares(at, to, ok, n, per, values, L: tl.constexpr, WIDTH: tl.constexpr):
     """y of a row that streams past, or of a part of one."""
     column = tl.arange(0, WIDTH)
     for start in range(0, n, WIDTH):
         valid = inside(ok, column + start, n, 1, False)
         x, w = load_pair(at, start, valid)
-        y = share_of(x, w * per, values, CDF, WHOLE, BY)
+        y = share_of(x, w * per, values, L)
         tl.store(to + start, y.to(to.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def _solve_exactly(
-    row, x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer, n,
-    budget, budget_rest, tau, slack, power,
-    CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, CHUNK: tl.constexpr,
+    row, x, cost, out_pointer, t, n, budget, budget_rest, tau, slack, power, L: tl.constexpr,
+    AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """One row in float64, which is read again a chunk at a time."""
-    source = (x_pointer + row * x_stride, cost_pointer + row * cost_row, cost_column, n)
+    source = (x.pointer + row * x.stride, cost.pointer + row * cost.row, cost.column, n)
     budget, tau = number64(*budget, row) + budget_rest, number64(*tau, row)
-    hi, lo = find_exactly(source, budget, tau, slack, power, CDF, BY, AT_MOST, CHUNK)
-    tl.store(hi_pointer + row, hi)
-    tl.store(lo_pointer + row, lo)
-    write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), CDF, BY, VALUE, CHUNK)
+    hi, lo = find_exactly(source, budget, tau, slack, power, L.cdf, L.by, AT_MOST, T.chunk)
+    tl.store(t.hi + row, hi)
+    tl.store(t.lo + row, lo)
+    write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), L.cdf, L.by, VALUE, T.chunk)
 
 
 @triton.jit(do_not_specialize=["rows", "evaluations"])
 def solve_budgets(
-    x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-    budget_pointer, budget_stride, budget_high, budget_low, budget_rest,
-    tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer,
-    rows, n_columns, evaluations, slack, grain, floor, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x, cost, budget, budget_rest, tau, out_pointer, t, rows, n_columns, evaluations, slack, digits, exponent,
+    L: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """`TOGETHER` rows of at most `PIECES`·`WIDTH` entries each; or one of any length that streams past, as
-    many entries at a time."""
-    row, there = place_rows(rows, TOGETHER)
-    column = tl.arange(0, WIDTH)
-    cost_at = cost_pointer + entries(row, cost_row, column.to(tl.int64) * cost_column, TOGETHER)
-    at = (x_pointer + entries(row, x_stride, column, TOGETHER), cost_at, cost_column)
+    """The rows of a :class:`.arguments.Tile`; or one of any length that streams past."""
+    PIECES: tl.constexpr = T.pieces
+    row, there = place_rows(rows, T.together)
+    column = tl.arange(0, T.width)
+    cost_at = cost.pointer + entries(row, cost.row, column.to(tl.int64) * cost.column, T.together)
+    at = (x.pointer + entries(row, x.stride, column, T.together), cost_at, cost.column)
     pairs = ()
-    if STREAM:
-        per, good = unit_of_costs(dearest(at, n_columns, WIDTH))
+    if T.streams:
+        per, good = unit_of_costs(dearest(at, n_columns, T.width))
     else:
-        pairs, per, good = _load_pairs(at, there, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-    origin = origin_of(x_pointer, x_stride, row, there, BY)
-    k, k_rest = numbers(budget_pointer, budget_stride, budget_high, budget_low, row, there)
-    tau, _ = numbers(tau_pointer, tau_stride, tau_high, tau_low, row, there)
-    power = tl.zeros((), tl.float32) + power_high
+        pairs, per, good = _load_pairs(at, there, n_columns, T)
+    origin = origin_of(x.pointer, x.stride, row, there, L.by)
+    k, k_rest = numbers(*budget, row, there)
+    own_tau, _ = numbers(*tau, row, there)
+    power = tl.zeros((), tl.float32) + exponent[0]
     hi, lo, ok, inverse, rest = _find(
-        pairs, at, origin, there, n_columns, k * per, k_rest * per, per, good, tau, power, evaluations,
-        grain, floor, CDF, WHOLE, BY, AT_MOST, TOGETHER, PIECES, WIDTH, STREAM,
+        pairs, at, origin, there, n_columns, k * per, k_rest * per, per, good, own_tau, power, evaluations,
+        digits, L, AT_MOST, T,
     )  # fmt: skip
 
-    apart = per.to(tl.float64) if BY == BY_VALUE else 1.0
-    tl.store(hi_pointer + row, hi.to(tl.float64) * apart, mask=ok)
-    tl.store(lo_pointer + row, lo.to(tl.float64) * apart, mask=ok)
-    values = row_values(hi, lo, inverse, k * per > rest, power, CDF, TOGETHER)
-    to = out_pointer + entries(row, n_columns, column, TOGETHER)
-    if STREAM:
-        write_shares(at, to, ok, n_columns, per, values, CDF, WHOLE, BY, WIDTH)
+    apart = per.to(tl.float64) if L.by == BY_VALUE else 1.0
+    tl.store(t.hi + row, hi.to(tl.float64) * apart, mask=ok)
+    tl.store(t.lo + row, lo.to(tl.float64) * apart, mask=ok)
+    values = row_values(hi, lo, inverse, k * per > rest, power, L.cdf, T.together)
+    to = out_pointer + entries(row, n_columns, column, T.together)
+    if T.streams:
+        write_shares(at, to, ok, n_columns, per, values, L, T.width)
     else:
         for i in tl.static_range(PIECES):
-            valid = inside(ok, column + i * WIDTH, n_columns, TOGETHER, EXACT)
-            y = share_of(pairs[i][0], pairs[i][1], values, CDF, WHOLE, BY)
-            tl.store(to + i * WIDTH, y.to(out_pointer.dtype.element_ty), mask=valid)
+            valid = inside(ok, column + i * T.width, n_columns, T.together, T.full)
+            y = share_of(pairs[i][0], pairs[i][1], values, L)
+            tl.store(to + i * T.width, y.to(out_pointer.dtype.element_ty), mask=valid)
 
     rescue(
         there & ~ok, row, _solve_exactly,
         (
-            x_pointer, x_stride, cost_pointer, cost_row, cost_column, out_pointer, hi_pointer, lo_pointer,
-            n_columns, (budget_pointer, budget_stride, budget_high, budget_low), budget_rest,
-            (tau_pointer, tau_stride, tau_high, tau_low), slack, joined(power_high, power_low),
-            CDF, BY, AT_MOST, CHUNK,
+            x, cost, out_pointer, t, n_columns, budget, budget_rest, tau, slack, joined(*exponent), L,
+            AT_MOST, T,
         ),
-        TOGETHER,
+        T.together,
     )  # fmt: skip
 
 
@@ -321,10 +308,10 @@ KERNELS = (solve_budgets,)
 
 
 def soft_budget(
-    source: tuple[Tensor, int],
-    cost: tuple[Tensor, int, int],
+    source: Rows,
+    cost: Matrix,
     budget: tuple[Tensor | None, int, float, float, float],
-    tau: layout.Values,
+    tau: Values,
     out: Tensor,
     hi: Tensor,
     lo: Tensor,
@@ -337,25 +324,23 @@ def soft_budget(
     slack: float,
 ) -> None:
     """Fill out, hi and lo. The budget is as for :func:`.exact.solve`."""
-    start, programs, numbers = _variant(rows, n, F, by, at_most)
-    arguments = (*source, *cost, *budget, *tau, out, hi, lo, rows, n, EVALUATIONS, slack, *numbers)
+    start, programs, digits, power = _variant(rows, n, F, by, at_most)
+    amount, rest = Values(*budget[:4]), budget[4]
+    t = Threshold(hi, lo)
+    arguments = (source, cost, amount, rest, tau, out, t, rows, n, EVALUATIONS, slack, digits, power)
     start(programs, *arguments)
-    native.prepare("soft_budget", source[0], start, programs, arguments, F.name, by, at_most)
+    native.prepare("soft_budget", source.pointer, start, programs, arguments, F.name, by, at_most)
 
 
 @functools.lru_cache(maxsize=1024)
 def _variant(
     rows: int, n: int, F: cdfs.CDF, by: str, at_most: bool
-) -> tuple[Variant, int, tuple[float, ...]]:
-    """What is launched, in how many programs; and the grain, the floor of Σ w f, and the exponent of z."""
+) -> tuple[Variant, int, tuple[float, float], tuple[float, float]]:
+    """What is launched, in how many programs; the grain and the floor of Σ w f; and the exponent of z."""
     tile = layout.pair_tile(rows, n)
     solver = variant(
-        solve_budgets,
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), BY=BY[by], AT_MOST=at_most,
-        TOGETHER=tile.together, PIECES=tile.pieces, WIDTH=tile.width,
-        EXACT=n == tile.pieces * tile.width, STREAM=tile.streams, CHUNK=layout.RESCUE * tile.warps,
+        solve_budgets, L=layout.law(F, by), T=layout.constant(tile, n), AT_MOST=at_most,
         num_warps=tile.warps, **layout.registers(),
     )  # fmt: skip
     together = FLUSH.value * tile.pieces * tile.width if tile.streams else n  # whose sum is to be exact
-    numbers = *costs.digits(n, together), *layout.power(F)
-    return solver, cdiv(rows, tile.together), numbers
+    return solver, cdiv(rows, tile.together), costs.digits(n, together), layout.power(F)

@@ -18,7 +18,7 @@ same row has the same result each time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,11 +27,12 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Law, Rows, Scratch, Threshold, Tile, Values
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import double, inverse_of, joined, reciprocal, split, two_sum
-from khot._kernels.triton.functions import NORMAL, OUTPUTS, full_support, place
+from khot._kernels.triton.functions import NORMAL, full_support, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled import pooled_terms, size, temperature
 from khot._kernels.triton.pooled_rows import find_gamma
@@ -106,15 +107,13 @@ def _reach(n, CDF: tl.constexpr):
 
 
 @triton.jit
-def _row_numbers(
-    k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
-):  # fmt: skip
+def _row_numbers(k, tau, row):
     """k and τ in float64; k as two numbers of float32, τ and 1/τ as one."""
-    k64 = number64(k_pointer, k_stride, k_high, k_low, row)
-    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
-    k, k_rest = split(k64)
-    tau = tau64.to(tl.float32)
-    return k64, tau64, k, k_rest, tau, inverse_of(tau)
+    k64 = number64(*k, row)
+    tau64 = number64(*tau, row)
+    own_k, k_rest = split(k64)
+    own_tau = tau64.to(tl.float32)
+    return k64, tau64, own_k, k_rest, own_tau, inverse_of(own_tau)
 
 
 @triton.jit
@@ -129,23 +128,14 @@ def _heat(t, tau, inverse, POOLED: tl.constexpr):
 
 
 @triton.jit
-def _mass(
-    x, at, hi, lo, inverse, warming, power,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, POOLED: tl.constexpr,
-):  # fmt: skip
+def _mass(x, at, hi, lo, inverse, warming, power, L: tl.constexpr, T: tl.constexpr, POOLED: tl.constexpr):
     """By how much a sample's count falls in a step by the temperature, at the rate that it has at hi + lo."""
-    scale = inverse * unit(CDF)
+    scale = inverse * unit(L.cdf)
     if POOLED > 0:
-        sums = over(
-            x, at, 0, pooled_terms, (hi, lo * scale, scale, power, CDF, WHOLE),
-            term_count(CDF), 1, PIECES, WIDTH, False,
-        )  # fmt: skip
+        sums = over(x, at, 0, pooled_terms, (hi, lo * scale, scale, power, L), term_count(L.cdf), T)
     else:
-        sums = over(
-            x, at, 0, terms, (hi, lo * scale, scale, power, CDF, WHOLE),
-            term_count(CDF), 1, PIECES, WIDTH, False,
-        )  # fmt: skip
-    mass = series(sums, power, CDF)[1]
+        sums = over(x, at, 0, terms, (hi, lo * scale, scale, power, L), term_count(L.cdf), T)
+    mass = series(sums, power, L.cdf)[1]
     if POOLED > 0:
         mass -= warming * sums[1]
     return mass
@@ -153,41 +143,39 @@ def _mass(
 
 @triton.jit(do_not_specialize=["window"])
 def _sample_rows(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
-    hi_pointer, lo_pointer, state_pointer, counter_pointer, n_columns, window, power_high,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
+    x, k, tau, t, state_pointer, counter_pointer, n_columns, window, power_high, L: tl.constexpr,
+    FINE: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr = 0,
+    SIGNED: tl.constexpr = False,
 ):  # fmt: skip
-    SAMPLE: tl.constexpr = PIECES * WIDTH
+    PIECES: tl.constexpr = T.pieces
+    SAMPLE: tl.constexpr = T.pieces * T.width
     row = tl.program_id(0).to(tl.int64)
     tl.store(counter_pointer + row, 0)
-    k64, _, _, _, tau, inverse = _row_numbers(
-        k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
-    )
+    k64, _, _, _, own_tau, inverse = _row_numbers(k, tau, row)
     power = tl.zeros((), tl.float32) + power_high
-    at = x_pointer + row * x_stride
+    at = x.pointer + row * x.stride
     spacing = n_columns // (SAMPLE // BLOCK)
     start = double(tl.load(at))
     start = tl.where(tl.abs(start) < float("inf"), start, 0.0)
-    x = ()
+    held = ()
     for i in tl.static_range(PIECES):
-        number = tl.arange(0, WIDTH) + i * WIDTH
+        number = tl.arange(0, T.width) + i * T.width
         piece = tl.load(at + (number // BLOCK).to(tl.int64) * spacing + number % BLOCK)
-        x = x + (less(piece, start, FINE),)  # type: ignore[assignment]  # noqa: RUF005
+        held = held + (less(piece, start, FINE),)  # type: ignore[assignment]  # noqa: RUF005
     origin = less(start, start, FINE)
-    there, _, second = over(x, at, SAMPLE, moment_terms, origin, 3, 1, PIECES, WIDTH, False)
+    there, _, second = over(held, at, SAMPLE, moment_terms, origin, 3, T)
     share = (k64 * SAMPLE / n_columns).to(tl.float32)
     share = tl.minimum(share, there - 0.01)
-    ok = (second < float("inf")) & (k64 > 0) & (k64 < n_columns) & (share > 0) & (tau > 1e-25) & (tau < 1e25)
+    ok = (second < float("inf")) & (k64 > 0) & (k64 < n_columns) & (share > 0)
+    ok = ok & (own_tau > 1e-25) & (own_tau < 1e25)
     if POOLED > 0:
         ok = ok & (k64 == tl.floor(k64))
-    ok = ok & holds(there, there - share, power, CDF)
+    ok = ok & holds(there, there - share, power, L.cdf)
 
     # of the number of sampled entries above the row's threshold
     variance = share * tl.maximum(1 - share * reciprocal(there), 0.0)
     deviation = tl.sqrt(variance) + 1
-    margin = _reach(n_columns, CDF)
+    margin = _reach(n_columns, L.cdf)
     per_entry = (n_columns / SAMPLE).to(tl.float32)
     hi, lo = origin * 0, origin * 0
     low, high = origin * 0 - FAR, origin * 0 + FAR
@@ -199,22 +187,20 @@ def _sample_rows(
         goal = share + deviation * tl.where(level == 0, 0.0, tl.where(level == 1, 4.0, -4.0))
         if POOLED > 0:
             new_hi, new_lo, solved = find_gamma(
-                x, at, ok, SAMPLE, goal, tau, power, EVALUATIONS,
-                POOLED, SIGNED, WHOLE, 1, PIECES, WIDTH, False, False,
-            )  # fmt: skip
+                held, at, ok, SAMPLE, goal, own_tau, power, EVALUATIONS, POOLED, SIGNED, L.whole, T, False
+            )
         else:
             new_hi, new_lo, solved, _, _ = find(
-                x, at, origin, ok, SAMPLE, goal, goal * 0, tau, power, EVALUATIONS,
-                CDF, WHOLE, 1, PIECES, WIDTH, True, False,
-            )  # fmt: skip
+                held, at, origin, ok, SAMPLE, goal, goal * 0, own_tau, power, EVALUATIONS, L, T
+            )
         if level == 0:
             hi, lo = new_hi, new_lo
-            heat, per_heat, warming = _heat(hi + lo, tau, inverse, POOLED)
-            mass = _mass(x, at, hi, lo, per_heat, warming, power, CDF, WHOLE, PIECES, WIDTH, POOLED)
-            if not full_support(CDF):  # how the density changes, which its sums do not tell
+            heat, per_heat, warming = _heat(hi + lo, own_tau, inverse, POOLED)
+            mass = _mass(held, at, hi, lo, per_heat, warming, power, L, T, POOLED)
+            if not full_support(L.cdf):  # how the density changes, which its sums do not tell
                 further = lo + 0.125 * heat
-                _, later, warms = _heat(hi + further, tau, inverse, POOLED)
-                found = _mass(x, at, hi, further, later, warms, power, CDF, WHOLE, PIECES, WIDTH, POOLED)
+                _, later, warms = _heat(hi + further, own_tau, inverse, POOLED)
+                found = _mass(held, at, hi, further, later, warms, power, L, T, POOLED)
                 if POOLED > 0:  # in steps by the same temperature
                     found *= later * heat
                 turn = (mass - found) * reciprocal(0.125 * mass)
@@ -222,25 +208,25 @@ def _sample_rows(
             crowd = mass * per_entry
             # The variance of the sample's soft count is less, by Σ(y − y²), for which a part of Σf stands
             # here. Where the error that follows is too large for two evaluations, a window may do.
-            soft = variance - (1.0 if full_support(CDF) else 0.1) * mass
+            soft = variance - (1.0 if full_support(L.cdf) else 0.1) * mass
             error = tl.sqrt(tl.maximum(soft, 1e-3 * variance))
-            hard = mass * (0.15 if kink(CDF) == 0 else 0.03) < error
+            hard = mass * (0.15 if kink(L.cdf) == 0 else 0.03) < error
             entries = (8 * deviation + 2 * margin * mass) * per_entry
             levels = tl.where(hard & (entries < window), 3, 1)
         else:
-            t = tl.where(solved, new_hi + new_lo, tl.where(level == 1, -FAR, FAR))
-            low, high = tl.where(level == 1, t, low), tl.where(level == 2, t, high)
+            threshold = tl.where(solved, new_hi + new_lo, tl.where(level == 1, -FAR, FAR))
+            low, high = tl.where(level == 1, threshold, low), tl.where(level == 2, threshold, high)
         level += 1
     state = state_pointer + row * STATE
     ok = ok & (tl.abs(hi) < 1e30)
     if FINE:
-        t = hi + lo
-        tl.store(state + BASE, start + t.to(tl.float64))
-        low = tl.where(tl.abs(low) < FAR, low - t, low)
-        high = tl.where(tl.abs(high) < FAR, high - t, high)
+        threshold = hi + lo
+        tl.store(state + BASE, start + threshold.to(tl.float64))
+        low = tl.where(tl.abs(low) < FAR, low - threshold, low)
+        high = tl.where(tl.abs(high) < FAR, high - threshold, high)
         hi, lo = hi * 0, lo * 0
-    tl.store(hi_pointer + row, hi.to(tl.float64))
-    tl.store(lo_pointer + row, lo.to(tl.float64))
+    tl.store(t.hi + row, hi.to(tl.float64))
+    tl.store(t.lo + row, lo.to(tl.float64))
     tl.store(state + STATUS, tl.where(ok, OPEN, HOPELESS).to(tl.float64))
     tl.store(state + WIDE, tl.where(levels == 3, 1.0, 0.0).to(tl.float64))
     tl.store(state + LOW, low.to(tl.float64))
@@ -272,60 +258,47 @@ def _window(bound, side, margin):
 
 @triton.jit(do_not_specialize=["parts", "length", "window"])
 def _sum_parts(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
-    hi_pointer, lo_pointer, state_pointer, counter_pointer, left_pointer,
-    n_columns, length, parts, window, power_high,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
+    x, k, tau, t, scratch, n_columns, length, parts, window, power_high, L: tl.constexpr, FINE: tl.constexpr,
+    T: tl.constexpr, PARTS: tl.constexpr, POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     row, part = place(parts)
-    state = state_pointer + row * STATE
+    state = scratch.state + row * STATE
     if tl.load(state + STATUS) == OPEN:
-        _, _, k, k_rest, tau, inverse = _row_numbers(
-            k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
-        )
+        _, _, own_k, k_rest, own_tau, inverse = _row_numbers(k, tau, row)
         power = tl.zeros((), tl.float32) + power_high
-        hi, lo = tl.load(hi_pointer + row).to(tl.float32), tl.load(lo_pointer + row).to(tl.float32)
-        left = left_pointer + row * LEFT * parts
+        hi, lo = tl.load(t.hi + row).to(tl.float32), tl.load(t.lo + row).to(tl.float32)
+        left = scratch.left + row * LEFT * parts
         start = part.to(tl.int64) * length
-        at = x_pointer + row * x_stride + start + tl.arange(0, WIDTH)
+        at = x.pointer + row * x.stride + start + tl.arange(0, T.width)
         mine = tl.minimum(n_columns - start, length).to(tl.int32)
         base = tl.load(state + BASE)
-        t = hi + lo
-        heat, per_heat, warming = _heat(t, tau, inverse, POOLED)
-        _leave_sums(
-            at, mine, hi, lo, per_heat, power, left + part, parts, base,
-            CDF, WHOLE, FINE, PIECES, WIDTH, POOLED, SIGNED,
-        )  # fmt: skip
+        threshold = hi + lo
+        heat, per_heat, warming = _heat(threshold, own_tau, inverse, POOLED)
+        _leave_sums(at, mine, hi, lo, per_heat, power, left + part, parts, base, L, FINE, T, POOLED, SIGNED)
         wide = tl.load(state + WIDE) != 0
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
-        margin = _reach(n_columns, CDF) * heat
+        margin = _reach(n_columns, L.cdf) * heat
         lowest, highest = _window(low, -1, margin), _window(high, 1, margin)
-        first = t - margin
+        first = threshold - margin
         if POOLED > 0:  # it is hottest at the higher end; and no size is below 0
-            hottest, _ = temperature(tl.where(high < FAR, high, t), tau, POOLED)
+            hottest, _ = temperature(tl.where(high < FAR, high, threshold), own_tau, POOLED)
             highest = _window(high, 1, hottest)
             lowest, first = tl.maximum(lowest, 0.0), tl.maximum(first, 0.0)
         if wide:
             if POOLED > 0:
-                more = over(
-                    (), at, mine, _larger_than, (lowest, first, t + margin, highest),
-                    4, 1, PIECES, WIDTH, True,
-                )  # fmt: skip
+                more = over((), at, mine, _larger_than, (lowest, first, threshold + margin, highest), 4, T)
             else:
                 more = over(
-                    (), at, mine, _more_than, (lowest, first, t + margin, highest),
-                    4, 1, PIECES, WIDTH, True, base, FINE,
-                )  # fmt: skip
+                    (), at, mine, _more_than, (lowest, first, threshold + margin, highest), 4, T, base, FINE
+                )
             for i in tl.static_range(4):
                 tl.store(left + (7 + i) * parts + part, more[i])
 
-        if last_of_row(counter_pointer + row, parts):
+        if last_of_row(scratch.counter + row, parts):
             status, hi, lo, miss, mass = _step(
-                left, n_columns, parts, hi, lo, k, k_rest, heat, warming, power,
+                left, n_columns, parts, hi, lo, own_k, k_rest, heat, warming, power,
                 tl.load(state + CROWD).to(tl.float32), tl.load(state + TURN).to(tl.float32),
-                CDF, PIECES * WIDTH, PARTS, POOLED,
+                L.cdf, T.pieces * T.width, PARTS, POOLED,
             )  # fmt: skip
             if wide & (status == OPEN):
                 # the part of the window on t's side
@@ -333,16 +306,16 @@ def _sum_parts(
                 begin, end = tl.where(too_low, 8, 7), tl.where(too_low, 10, 9)
                 above = total_of_parts(left, end, parts, PARTS)
                 count = total_of_parts(left, begin, parts, PARTS) - above
-                free = k.to(tl.float64) + k_rest - above
+                free = own_k.to(tl.float64) + k_rest - above
                 fits = (count <= window) & (free > 0) & (free < count)
                 status = tl.where(fits, GATHER, status)
                 if fits:
-                    low, high = tl.where(too_low, t, low), tl.where(too_low, high, t)
+                    low, high = tl.where(too_low, threshold, low), tl.where(too_low, high, threshold)
                     tl.store(state + LOW, low.to(tl.float64))
                     tl.store(state + HIGH, high.to(tl.float64))
                     # the very bounds that the entries were counted with
                     lowest = tl.where(too_low, first, lowest)
-                    highest = tl.where(too_low, highest, t + margin)
+                    highest = tl.where(too_low, highest, threshold + margin)
                     tl.store(state + LOWEST, lowest.to(tl.float64))
                     tl.store(state + HIGHEST, highest.to(tl.float64))
                     tl.store(state + ABOVE, above)
@@ -354,39 +327,29 @@ def _sum_parts(
                     # where each part's entries begin
                     counts = counts.to(tl.int32)
                     tl.store(left + p, (tl.cumsum(counts, axis=0) - counts).to(tl.float64), mask=there)
-            tl.store(hi_pointer + row, hi.to(tl.float64))
-            tl.store(lo_pointer + row, lo.to(tl.float64))
+            tl.store(t.hi + row, hi.to(tl.float64))
+            tl.store(t.lo + row, lo.to(tl.float64))
             tl.store(state + STATUS, status)
             tl.store(state + CROWD, mass.to(tl.float64))
 
 
 @triton.jit
 def _leave_sums(
-    at, n, hi, lo, inverse, power, left, parts, base,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    at, n, hi, lo, inverse, power, left, parts, base, L: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
     POOLED: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    scale = inverse * unit(CDF)
-    COUNT: tl.constexpr = term_count(CDF)
+    scale = inverse * unit(L.cdf)
+    COUNT: tl.constexpr = term_count(L.cdf)
     if POOLED > 0:
-        sums = over(
-            (), at, n, _pooled_and_bad, (hi, lo * scale, scale, power, CDF, WHOLE, SIGNED), COUNT + 1,
-            1, PIECES, WIDTH, True,
-        )  # fmt: skip
+        sums = over((), at, n, _pooled_and_bad, (hi, lo * scale, scale, power, L, SIGNED), COUNT + 1, T)
         # what is loaded beyond the part's end counts as −inf
-        beyond = tl.cdiv(n, PIECES * WIDTH) * (PIECES * WIDTH) - n if SIGNED else 0
+        beyond = tl.cdiv(n, T.pieces * T.width) * (T.pieces * T.width) - n if SIGNED else 0
         tl.store(left, tl.where(sums[COUNT] > beyond, float("nan"), sums[0]))
-    elif CDF == NORMAL or not full_support(CDF):
-        sums = over(
-            (), at, n, _terms_and_nan, (hi, lo * scale, scale, power, CDF, WHOLE), COUNT + 1,
-            1, PIECES, WIDTH, True, base, FINE,
-        )  # fmt: skip
+    elif L.cdf == NORMAL or not full_support(L.cdf):
+        sums = over((), at, n, _terms_and_nan, (hi, lo * scale, scale, power, L), COUNT + 1, T, base, FINE)
         tl.store(left, tl.where(sums[COUNT] > 0, float("nan"), sums[0]))
     else:
-        sums = over(
-            (), at, n, terms, (hi, lo * scale, scale, power, CDF, WHOLE), COUNT,
-            1, PIECES, WIDTH, True, base, FINE,
-        )  # fmt: skip
+        sums = over((), at, n, terms, (hi, lo * scale, scale, power, L), COUNT, T, base, FINE)
         tl.store(left, sums[0])
     for i in tl.static_range(1, COUNT):
         tl.store(left + i * parts, sums[i])
@@ -403,7 +366,7 @@ def _terms_and_nan(x, given):
 def _pooled_and_bad(x, given):
     """The terms of a size, and 1 for what has none in float32: a NaN, an infinite entry, and −inf where
     entries are SIGNED; otherwise −inf stands for what may not be selected."""
-    SIGNED: tl.constexpr = given[6]
+    SIGNED: tl.constexpr = given[5]
     good = (tl.abs(x) if SIGNED else x) < float("inf")
     return pooled_terms(x, given) + (tl.where(good, 0.0, 1.0),)  # noqa: RUF005
 
@@ -454,52 +417,45 @@ def _gather(
 
 @triton.jit(do_not_specialize=["parts", "length", "window"])
 def _finish_parts(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
-    hi_pointer, lo_pointer, state_pointer, counter_pointer, left_pointer, window_pointer,
-    n_columns, length, parts, window, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
-    POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
+    x, k, tau, t, scratch, n_columns, length, parts, window, exponent, L: tl.constexpr, FINE: tl.constexpr,
+    T: tl.constexpr, PARTS: tl.constexpr, POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     row, part = place(parts)
-    state = state_pointer + row * STATE
+    state = scratch.state + row * STATE
     status = tl.load(state + STATUS)
     if (status != DONE) & ((status != HOPELESS) | ((part == 0) & (not FINE))):
-        k64, tau64, k, k_rest, tau, inverse = _row_numbers(
-            k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
-        )
-        power = tl.zeros((), tl.float32) + power_high
-        hi, lo = tl.load(hi_pointer + row).to(tl.float32), tl.load(lo_pointer + row).to(tl.float32)
+        k64, tau64, own_k, k_rest, own_tau, inverse = _row_numbers(k, tau, row)
+        power = tl.zeros((), tl.float32) + exponent[0]
+        hi, lo = tl.load(t.hi + row).to(tl.float32), tl.load(t.lo + row).to(tl.float32)
         crowd = tl.load(state + CROWD).to(tl.float32)
-        left = left_pointer + row * LEFT * parts
+        left = scratch.left + row * LEFT * parts
         start = part.to(tl.int64) * length
-        column = tl.arange(0, WIDTH)
-        at = x_pointer + row * x_stride + start + column
+        column = tl.arange(0, T.width)
+        at = x.pointer + row * x.stride + start + column
         mine = tl.minimum(n_columns - start, length).to(tl.int32)
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
-        buffer = window_pointer + row * window
+        buffer = scratch.window + row * window
         base = tl.load(state + BASE)
-        heat, per_heat, warming = _heat(hi + lo, tau, inverse, POOLED)
+        heat, per_heat, warming = _heat(hi + lo, own_tau, inverse, POOLED)
         if status == GATHER:
             begin = tl.load(left + part).to(tl.int32)
             lowest = tl.load(state + LOWEST).to(tl.float32)
             highest = tl.load(state + HIGHEST).to(tl.float32)
-            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, WIDTH, POOLED)
+            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, T.width, POOLED)
         elif status == OPEN:
             _leave_sums(
-                at, mine, hi, lo, per_heat, power, left + part, parts, base,
-                CDF, WHOLE, FINE, PIECES, WIDTH, POOLED, SIGNED,
-            )  # fmt: skip
+                at, mine, hi, lo, per_heat, power, left + part, parts, base, L, FINE, T, POOLED, SIGNED
+            )
 
         alone = status == HOPELESS
         if not alone:
-            alone = last_of_row(counter_pointer + row, parts)
+            alone = last_of_row(scratch.counter + row, parts)
         if alone:
             gathered = status == GATHER
             if status == OPEN:
                 status, hi, lo, _, _ = _step(
-                    left, n_columns, parts, hi, lo, k, k_rest, heat, warming, power, crowd,
-                    tl.load(state + TURN).to(tl.float32), CDF, PIECES * WIDTH, PARTS, POOLED,
+                    left, n_columns, parts, hi, lo, own_k, k_rest, heat, warming, power, crowd,
+                    tl.load(state + TURN).to(tl.float32), L.cdf, T.pieces * T.width, PARTS, POOLED,
                 )  # fmt: skip
             t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
             trying = status != DONE
@@ -508,15 +464,15 @@ def _finish_parts(
                     source, count = buffer, tl.cast(tl.load(state + COUNT), n_columns.dtype)
                     level = k64 - tl.load(state + ABOVE)
                 else:
-                    source, count = x_pointer + row * x_stride, n_columns
+                    source, count = x.pointer + row * x.stride, n_columns
                     level = k64
                     low, high = low * 0 - FAR, high * 0 + FAR
                 goal, goal_rest = split(level)
                 n = tl.cast(count, tl.float32)
                 hi, lo, ok = iterate(
-                    (), source + column, count, hi, lo, low, high, crowd, status == HOPELESS,
-                    n, goal, goal_rest, tau, inverse, power, EVALUATIONS,
-                    CDF, WHOLE, 1, PIECES, WIDTH, True, False, base, FINE, POOLED=POOLED,
+                    (), source + column, count, (hi, lo, low, high, crowd), status == HOPELESS,
+                    (n, goal, goal_rest, own_tau, inverse, power), EVALUATIONS, L, T, False, base, FINE,
+                    POOLED=POOLED,
                 )  # fmt: skip
                 ok = ok & (status != HOPELESS)
                 if POOLED > 0:
@@ -528,12 +484,12 @@ def _finish_parts(
                 if careful:
                     if POOLED > 0:
                         t64, rest64 = find_sizes_exactly(
-                            (source, source, 0, count), level, tau64, POOLED, SIGNED, CHUNK
+                            (source, source, 0, count), level, tau64, POOLED, SIGNED, T.chunk
                         )
                     else:
                         t64, rest64 = find_exactly(
-                            (source, source, 0, count), level, tau64, 0.0, joined(power_high, power_low),
-                            CDF, BY_COUNT, False, CHUNK,
+                            (source, source, 0, count), level, tau64, 0.0, joined(*exponent), L.cdf, BY_COUNT,
+                            False, T.chunk,
                         )  # fmt: skip
                         if FINE:
                             t64 -= base
@@ -541,104 +497,80 @@ def _finish_parts(
                 inside = (t64 + rest64 >= low) & (t64 + rest64 <= high)
                 trying = gathered & ~inside  # one row in ten thousand
                 gathered = gathered & ~gathered
-            tl.store(hi_pointer + row, t64)
-            tl.store(lo_pointer + row, rest64)
+            tl.store(t.hi + row, t64)
+            tl.store(t.lo + row, rest64)
             tl.store(state + STATUS, status)
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _write_parts(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low,
-    out_pointer, hi_pointer, lo_pointer, state_pointer, n_columns, length, parts, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    x, k, tau, out_pointer, t, state_pointer, n_columns, length, parts, exponent, L: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
     row, part = (program // parts).to(tl.int64), program % parts
-    k64, tau64, _, _, _, inverse = _row_numbers(
-        k_pointer, k_stride, k_high, k_low, tau_pointer, tau_stride, tau_high, tau_low, row
-    )
-    t, rest = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
+    k64, tau64, _, _, _, inverse = _row_numbers(k, tau, row)
+    t64, rest = tl.load(t.hi + row), tl.load(t.lo + row)
     done = tl.load(state_pointer + row * STATE + STATUS) == DONE
     if done:
-        hi, lo = t.to(tl.float32), rest.to(tl.float32)
-        power = tl.zeros((), tl.float32) + power_high
-        values = row_values(hi, lo, inverse, 2 * k64 > n_columns, power, CDF, 1)
+        hi, lo = t64.to(tl.float32), rest.to(tl.float32)
+        power = tl.zeros((), tl.float32) + exponent[0]
+        values = row_values(hi, lo, inverse, 2 * k64 > n_columns, power, L.cdf, 1)
         start = part.to(tl.int64) * length
         mine = tl.minimum(n_columns - start, length).to(tl.int32)
-        column = tl.arange(0, WIDTH)
-        at = x_pointer + row * x_stride + start + column
+        column = tl.arange(0, T.width)
+        at = x.pointer + row * x.stride + start + column
         to = out_pointer + row * n_columns + start + column
-        write_backwards(at, to, 0, mine, done, values, CDF, OUTPUT, WHOLE, PIECES, WIDTH)
+        write_backwards(at, to, 0, mine, done, values, L, T)
     else:
         start = part.to(tl.int64) * length
-        x_at = x_pointer + row * x_stride + start
+        x_at = x.pointer + row * x.stride + start
         source = (x_at, x_at, 0, tl.minimum(n_columns - start, length).to(tl.int32))
-        threshold = (t, rest, tau64, joined(power_high, power_low))
-        write_exactly(out_pointer + row * n_columns + start, source, threshold, CDF, BY_COUNT, OUTPUT, CHUNK)
+        threshold = (t64, rest, tau64, joined(*exponent))
+        to = out_pointer + row * n_columns + start
+        write_exactly(to, source, threshold, L.cdf, BY_COUNT, L.output, T.chunk)
 
 
 KERNELS = (_sample_rows, _sum_parts, _finish_parts, _write_parts)
 
 
-class Solved(NamedTuple):
-    """What the launches leave for those that follow: of each row its numbers, the count of the programs that
-    are through with it, and what its parts left; and how rows are cut."""
-
-    state: Tensor
-    counter: Tensor
-    left: Tensor
-    cut: layout.Cut
-
-
 def solve(
-    source: tuple[Tensor, int],
-    k: layout.Values,
-    tau: layout.Values,
-    hi: Tensor,
-    lo: Tensor,
+    source: Rows,
+    k: Values,
+    tau: Values,
+    t: Threshold,
     rows: int,
     n: int,
-    F: cdfs.CDF,
+    law: Law,
+    power: tuple[float, float],
     fine: bool,
-    more: dict[str, Any] | None = None,
-) -> Solved:
-    """Fill hi and lo; if fine, with what t is more than the row's BASE. More constants make it γ of a top-k
-    in magnitude."""
+    **more: Any,
+) -> tuple[Scratch, layout.Cut]:
+    """Fill t; if fine, with what it is more than the row's BASE. More constants make it γ of a top-k in
+    magnitude. Returned is what the launches leave for those that follow, and how rows are cut."""
     cut, window = layout.cut(rows, n), layout.window(rows)
-    state = hi.new_empty(rows, STATE.value)
-    counter = hi.new_empty(rows, dtype=torch.int32)
-    left = hi.new_empty(rows, LEFT.value, cut.parts)
-    buffer = source[0].new_empty(rows, window)
-    numbers = (*source, *k, *tau)
-    which = {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "FINE": fine}
-    which |= more or {}
-    power = layout.power(F)
-    part = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
+    state, left = t.hi.new_empty(rows, STATE.value), t.hi.new_empty(rows, LEFT.value, cut.parts)
+    counter = t.hi.new_empty(rows, dtype=torch.int32)
+    scratch = Scratch(state, counter, left, source.pointer.new_empty(rows, window))
+    numbers, size = (source, k, tau, t), (n, cut.length, cut.parts, window)
+    which = {"L": law, "FINE": fine, **more}
+    part = {"T": layout.part_tile(cut), "num_warps": cut.warps, **layout.registers()}
     programs, padded = rows * cut.parts, next_power_of_2(cut.parts)
     pieces, width, warps = layout.sample()
     launch(
         _sample_rows, rows,
-        *numbers, hi, lo, state, counter, n, window, power[0], **which,
-        PIECES=pieces, WIDTH=width, BLOCK=layout.SAMPLE_BLOCK, num_warps=warps, **layout.registers(),
+        *numbers, state, counter, n, window, power[0], **which, T=Tile(1, pieces, width, True, False, 0),
+        BLOCK=layout.SAMPLE_BLOCK, num_warps=warps, **layout.registers(),
     )  # fmt: skip
-    launch(
-        _sum_parts, programs,
-        *numbers, hi, lo, state, counter, left, n, cut.length, cut.parts, window, power[0],
-        **which, **part, PARTS=padded,
-    )  # fmt: skip
-    launch(
-        _finish_parts, programs,
-        *numbers, hi, lo, state, counter, left, buffer, n, cut.length, cut.parts, window, *power,
-        **which, **part, PARTS=padded, CHUNK=layout.RESCUE * cut.warps,
-    )  # fmt: skip
-    return Solved(state, counter, left, cut)
+    launch(_sum_parts, programs, *numbers, scratch, *size, power[0], **which, **part, PARTS=padded)
+    launch(_finish_parts, programs, *numbers, scratch, *size, power, **which, **part, PARTS=padded)
+    return scratch, cut
 
 
 def soft_topk(
-    source: tuple[Tensor, int],
-    k: layout.Values,
-    tau: layout.Values,
+    source: Rows,
+    k: Values,
+    tau: Values,
     out: Tensor,
     hi: Tensor,
     lo: Tensor,
@@ -648,11 +580,10 @@ def soft_topk(
     output: str,
 ) -> None:
     """Fill out, hi and lo."""
-    state, _, _, cut = solve(source, k, tau, hi, lo, rows, n, F, fine=False)
+    law, power, t = layout.law(F, output=output), layout.power(F), Threshold(hi, lo)
+    scratch, cut = solve(source, k, tau, t, rows, n, law, power, fine=False)
     launch(
         _write_parts, rows * cut.parts,
-        *source, *k, *tau, out, hi, lo, state, n, cut.length, cut.parts, *layout.power(F),
-        CDF=layout.cdf_id(F.name), WHOLE=layout.whole(F), OUTPUT=OUTPUTS[output],
-        PIECES=cut.pieces, WIDTH=cut.width, CHUNK=layout.RESCUE * cut.warps, num_warps=cut.warps,
-        **layout.registers(),
+        source, k, tau, out, t, scratch.state, n, cut.length, cut.parts, power,
+        L=law, T=layout.part_tile(cut), num_warps=cut.warps, **layout.registers(),
     )  # fmt: skip

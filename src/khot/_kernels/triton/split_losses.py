@@ -11,8 +11,6 @@ A part whose loss is no number in float32, as where scores are infinite, compute
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout, split
+from khot._kernels.triton.arguments import Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import inverse_of, joined
 from khot._kernels.triton.fast import split as halves
@@ -45,14 +44,13 @@ LEFT = tl.constexpr(3)  # numbers that a part leaves: its targets' sum, whether 
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _target_parts(
-    target_pointer, target_stride, counter_pointer, left_pointer, n_columns, length, parts,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    target, counter_pointer, left_pointer, n_columns, length, parts, T: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     start = part.to(tl.int64) * length
-    at = target_pointer + row * target_stride + start + tl.arange(0, WIDTH)
+    at = target.pointer + row * target.stride + start + tl.arange(0, T.width)
     mine = tl.minimum(n_columns - start, length).to(tl.int32)
-    mass, softness = target_sums(at, row >= 0, mine, 1, PIECES, WIDTH)
+    mass, softness = target_sums(at, row >= 0, mine, 1, T.pieces, T.width)
     left = left_pointer + row * LEFT * parts + part
     tl.store(left, mass)
     tl.store(left + parts, softness)
@@ -62,44 +60,42 @@ def _target_parts(
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _loss_parts(
-    x_pointer, x_stride, target_pointer, target_stride, k_pointer, k_stride, k_high, k_low,
-    tau_pointer, tau_stride, tau_high, tau_low, loss_pointer, share_pointer, hi_pointer, lo_pointer,
-    state_pointer, counter_pointer, left_pointer, n_columns, length, parts, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    x, target, k, tau, loss_pointer, share_pointer, t, scratch, n_columns, length, parts, exponent,
+    L: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    left = left_pointer + row * LEFT * parts
-    per64 = share_of(total_of_parts(left, 0, parts, PARTS), number64(k_pointer, k_stride, k_high, k_low, row))
+    left = scratch.left + row * LEFT * parts
+    per64 = share_of(total_of_parts(left, 0, parts, PARTS), number64(*k, row))
     per = per64.to(tl.float32)
     soft = (per != 1) | (total_of_parts(left, 1, parts, PARTS) != 0)
-    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
-    tau = tau64.to(tl.float32)
-    hi64, lo64 = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
+    tau64 = number64(*tau, row)
+    own_tau = tau64.to(tl.float32)
+    hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
     start = part.to(tl.int64) * length
-    x_at, target_at = x_pointer + row * x_stride + start, target_pointer + row * target_stride + start
+    x_at, target_at = x.pointer + row * x.stride + start, target.pointer + row * target.stride + start
     mine = tl.minimum(n_columns - start, length).to(tl.int32)
     loss = per64 * 0 + float("nan")
-    if tl.load(state_pointer + row * STATE + STATUS) == DONE:
-        scale = inverse_of(tau) * unit(CDF)
-        power = tl.zeros((), tl.float32) + power_high
+    if tl.load(scratch.state + row * STATE + STATUS) == DONE:
+        scale = inverse_of(own_tau) * unit(L.cdf)
+        power = tl.zeros((), tl.float32) + exponent[0]
         given = (hi64.to(tl.float32), lo64.to(tl.float32) * scale, scale, power)
-        column, there = tl.arange(0, WIDTH), row >= 0
+        column, there = tl.arange(0, T.width), row >= 0
         if soft:
             loss = losses_of(
-                x_at + column, target_at + column, there, mine, per, given, CDF, WHOLE, True, 1, 1, WIDTH
-            )
+                x_at + column, target_at + column, there, mine, per, given, L.cdf, L.whole, True,
+                1, 1, T.width,
+            )  # fmt: skip
         else:
             loss = losses_of(
-                x_at + column, target_at + column, there, mine, 1.0, given, CDF, WHOLE, False,
-                1, PIECES, WIDTH,
+                x_at + column, target_at + column, there, mine, 1.0, given, L.cdf, L.whole, False,
+                1, T.pieces, T.width,
             )  # fmt: skip
         loss *= tau64
     if ~(tl.abs(loss) < float("inf")):
-        threshold = (hi64, lo64, tau64, joined(power_high, power_low))
-        loss = losses_exactly(x_at, target_at, mine, per64, threshold, CDF, CHUNK)
+        threshold = (hi64, lo64, tau64, joined(*exponent))
+        loss = losses_exactly(x_at, target_at, mine, per64, threshold, L.cdf, T.chunk)
     tl.store(left + 2 * parts + part, loss)
-    if last_of_row(counter_pointer + row, parts):
+    if last_of_row(scratch.counter + row, parts):
         loss = total_of_parts(left, 2, parts, PARTS)
         loss = tl.where((hi64 == hi64) & (per64 == per64), loss, float("nan"))
         tl.store(loss_pointer + row, loss)
@@ -108,33 +104,30 @@ def _loss_parts(
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _pull_loss_parts(
-    x_pointer, x_stride, target_pointer, target_stride, grad_pointer, grad_stride, grad_high, grad_low,
-    share_pointer, loss_pointer, hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low,
-    dx_pointer, left_pointer, n_columns, length, parts, power_high, power_low,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    x, target, grad, share_pointer, loss_pointer, t, tau, dx_pointer, left_pointer, n_columns, length, parts,
+    exponent, L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    hi64, lo64 = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
+    hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
     per64, loss = tl.load(share_pointer + row), tl.load(loss_pointer + row)
-    grad = number64(grad_pointer, grad_stride, grad_high, grad_low, row)
-    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+    own_grad = number64(*grad, row)
+    tau64 = number64(*tau, row)
     hi, rest = halves(hi64)
     start = part.to(tl.int64) * length
-    x_at, target_at = x_pointer + row * x_stride + start, target_pointer + row * target_stride + start
+    x_at, target_at = x.pointer + row * x.stride + start, target.pointer + row * target.stride + start
     to = dx_pointer + row * n_columns + start
     mine = tl.minimum(n_columns - start, length).to(tl.int32)
     if pulls(row >= 0, hi, loss, tau64.to(tl.float32)):
-        column = tl.arange(0, WIDTH)
+        column = tl.arange(0, T.width)
         moved = pull(
             x_at + column, target_at + column, to + column, row >= 0, mine, hi, rest + lo64.to(tl.float32),
-            tau64.to(tl.float32), per64.to(tl.float32), grad.to(tl.float32), power_high,
-            CDF, WHOLE, 1, PIECES, WIDTH, False,
+            tau64.to(tl.float32), per64.to(tl.float32), own_grad.to(tl.float32), exponent[0], L, T,
         )  # fmt: skip
         rate = tl.where(part == 0, loss / tau64, 0.0) - moved
     else:
-        threshold = (hi64, lo64, tau64, joined(power_high, power_low))
-        rate = pull_entries_exactly(x_at, target_at, to, mine, per64, threshold, grad, CDF, CHUNK)
-    tl.store(left_pointer + row * parts + part, grad * rate)
+        threshold = (hi64, lo64, tau64, joined(*exponent))
+        rate = pull_entries_exactly(x_at, target_at, to, mine, per64, threshold, own_grad, L.cdf, T.chunk)
+    tl.store(left_pointer + row * parts + part, own_grad * rate)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -147,49 +140,48 @@ KERNELS = (_target_parts, _loss_parts, _pull_loss_parts, _join_pulls)
 
 
 def fenchel_young(
-    x: tuple[Tensor, int],
-    target: tuple[Tensor, int],
-    k: layout.Values,
-    tau: layout.Values,
+    x: Rows,
+    target: Rows,
+    k: Values,
+    tau: Values,
     results: tuple[Tensor, Tensor, Tensor, Tensor],
     rows: int,
     n: int,
     F: cdfs.CDF,
 ) -> None:
     """Fill the losses, the shares of the targets, hi and lo."""
-    state, counter, _, cut = split.solve(x, k, tau, *results[2:], rows, n, F, fine=False)
-    left = results[0].new_empty(rows, LEFT.value, cut.parts)
-    held = {"PIECES": cut.pieces, "WIDTH": cut.width, "num_warps": cut.warps, **layout.registers()}
-    launch(_target_parts, rows * cut.parts, *target, counter, left, n, cut.length, cut.parts, **held)
+    loss, share, t = *results[:2], Threshold(*results[2:])
+    law, power = layout.law(F), layout.power(F)
+    scratch, cut = split.solve(x, k, tau, t, rows, n, law, power, fine=False)
+    scratch = Scratch(scratch.state, scratch.counter, loss.new_empty(rows, LEFT.value, cut.parts))
+    held = {"T": layout.part_tile(cut), "num_warps": cut.warps, **layout.registers()}
+    programs, size = rows * cut.parts, (n, cut.length, cut.parts)
+    launch(_target_parts, programs, target, scratch.counter, scratch.left, *size, **held)
     launch(
-        _loss_parts, rows * cut.parts,
-        *x, *target, *k, *tau, *results, state, counter, left, n, cut.length, cut.parts, *layout.power(F),
-        PARTS=next_power_of_2(cut.parts), **held, **_formulas(F, cut),
+        _loss_parts, programs,
+        x, target, k, tau, loss, share, t, scratch, *size, power,
+        L=law, PARTS=next_power_of_2(cut.parts), **held,
     )  # fmt: skip
 
 
 def fenchel_young_backward(
-    x: tuple[Tensor, int],
-    target: tuple[Tensor, int],
-    grad: layout.Values,
-    solved: tuple[Tensor, Tensor, Tensor, Tensor],
-    tau: layout.Values,
+    x: Rows,
+    target: Rows,
+    grad: Values,
+    solved: tuple[Tensor, Tensor, Threshold],
+    tau: Values,
     dx: Tensor,
     dtau: Tensor,
     rows: int,
     n: int,
     F: cdfs.CDF,
 ) -> None:
-    """Fill the gradients; solved are share, loss, hi and lo."""
+    """Fill the gradients; solved are share, loss and the threshold."""
     cut = layout.cut(rows, n)
     left = torch.empty((rows, cut.parts), dtype=torch.float64, device=dx.device)
     launch(
         _pull_loss_parts, rows * cut.parts,
-        *x, *target, *grad, *solved, *tau, dx, left, n, cut.length, cut.parts, *layout.power(F),
-        PIECES=cut.pieces, WIDTH=cut.width, num_warps=cut.warps, **_formulas(F, cut), **layout.registers(),
+        x, target, grad, *solved, tau, dx, left, n, cut.length, cut.parts, layout.power(F),
+        L=layout.law(F), T=layout.part_tile(cut), num_warps=cut.warps, **layout.registers(),
     )  # fmt: skip
     launch(_join_pulls, rows, left, dtau, cut.parts, PARTS=next_power_of_2(cut.parts), num_warps=4)
-
-
-def _formulas(F: cdfs.CDF, cut: layout.Cut) -> dict[str, Any]:
-    return {"CDF": layout.cdf_id(F.name), "WHOLE": layout.whole(F), "CHUNK": layout.RESCUE * cut.warps}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout, split
+from khot._kernels.triton.arguments import Matrix, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import write_sizes_exactly
 from khot._kernels.triton.fast import split as halves
@@ -44,17 +45,15 @@ PULL, CAREFUL, PULLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _write_sizes(
-    x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, hi_pointer, lo_pointer,
-    state_pointer, n_columns, length, parts, power_high,
-    POOLED: tl.constexpr, SIGNED: tl.constexpr, WHOLE: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    x, tau, out_pointer, t, state_pointer, n_columns, length, parts, power_high, POOLED: tl.constexpr,
+    SIGNED: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
     row, part = (program // parts).to(tl.int64), program % parts
-    hi64, lo64 = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
-    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+    hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
+    tau64 = number64(*tau, row)
     start = part.to(tl.int64) * length
-    x_at, to = x_pointer + row * x_stride + start, out_pointer + row * n_columns + start
+    x_at, to = x.pointer + row * x.stride + start, out_pointer + row * n_columns + start
     mine = tl.minimum(n_columns - start, length).to(tl.int32)
     done = tl.load(state_pointer + row * STATE + STATUS) == DONE
     if done:
@@ -62,104 +61,96 @@ def _write_sizes(
         given = pooled_values(
             hi64.to(tl.float32), lo64.to(tl.float32), tau64.to(tl.float32), power, POOLED, 1
         )
-        column = tl.arange(0, WIDTH)
-        write_pooled(x_at + column, to + column, done, mine, given, POOLED, WHOLE, PIECES, WIDTH)
+        column = tl.arange(0, T.width)
+        write_pooled(x_at + column, to + column, done, mine, given, POOLED, WHOLE, T)
     else:
-        write_sizes_exactly(to, (x_at, x_at, 0, mine), hi64, lo64, tau64, POOLED, SIGNED, CHUNK)
+        write_sizes_exactly(to, (x_at, x_at, 0, mine), hi64, lo64, tau64, POOLED, SIGNED, T.chunk)
 
 
 @triton.jit
-def _threshold(hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row):
+def _threshold(t, tau, row):
     """hi, lo and τ in float64, and in float32."""
-    hi64, lo64 = tl.load(hi_pointer + row), tl.load(lo_pointer + row)
-    tau64 = number64(tau_pointer, tau_stride, tau_high, tau_low, row)
+    hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
+    tau64 = number64(*tau, row)
     hi, rest = halves(hi64)
     return hi64, lo64, tau64, hi, rest + lo64.to(tl.float32), tau64.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _pull_size_parts(
-    x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
-    grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, k_pointer, k_stride, k_high, k_low,
-    hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, dtau_pointer,
-    state_pointer, counter_pointer, left_pointer, n_columns, length, parts,
-    POOLED: tl.constexpr, SIGNED: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    x, y, grad, grad_lo, k, t, tau, dtau_pointer, scratch, n_columns, length, parts, POOLED: tl.constexpr,
+    SIGNED: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    hi64, lo64, tau64, hi, lo, tau = _threshold(
-        hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row
-    )
+    hi64, lo64, tau64, hi, lo, own_tau = _threshold(t, tau, row)
     start = part.to(tl.int64) * length
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, T.width)
     mine = tl.minimum(n_columns - start, length).to(tl.int32)
-    ordinary = ordinary_pull(hi, tau)
-    left = left_pointer + row * LEFT * parts
-    x_at, y_at = x_pointer + row * x_stride, y_pointer + row * y_stride
-    grad_at = grad_pointer + row * grad_row
+    ordinary = ordinary_pull(hi, own_tau)
+    left = scratch.left + row * LEFT * parts
+    x_at, y_at = x.pointer + row * x.stride, y.pointer + row * y.stride
+    grad_at = grad.pointer + row * grad.row
     if ordinary:
-        given = pull_given(hi, lo, tau, POOLED, 1)
+        given = pull_given(hi, lo, own_tau, POOLED, 1)
         sums = pull_sums(
-            x_at + start + column, y_at + start + column, grad_at + (start + column) * grad_column,
-            grad_column, ordinary, mine, hi64 * 0, given, POOLED, SIGNED, 1, PIECES, WIDTH,
+            (
+                x_at + start + column, y_at + start + column, grad_at + (start + column) * grad.column,
+                grad.column,
+            ),
+            ordinary, mine, hi64 * 0, given, POOLED, SIGNED, 1, T.pieces, T.width,
         )  # fmt: skip
         for i in tl.static_range(LEFT):
             tl.store(left + i * parts + part, sums[i])
-    if last_of_row(counter_pointer + row, parts):
-        k = number64(k_pointer, k_stride, k_high, k_low, row)
-        grad_lo = number64(grad_lo_pointer, grad_lo_stride, grad_lo_high, grad_lo_low, row)
+    if last_of_row(scratch.counter + row, parts):
+        own_k = number64(*k, row)
+        own_grad_lo = number64(*grad_lo, row)
         totals = (
             total_of_parts(left, 0, parts, PARTS), total_of_parts(left, 1, parts, PARTS),
             total_of_parts(left, 2, parts, PARTS), total_of_parts(left, 3, parts, PARTS),
             total_of_parts(left, 4, parts, PARTS),
         )  # fmt: skip
-        pull, dtau = settle_pull(totals, k, grad_lo)
+        pull, dtau = settle_pull(totals, own_k, own_grad_lo)
         careful = ~(ordinary & in_range(pull, dtau))
         if careful:
-            slot = tl.arange(0, CHUNK)
+            slot = tl.arange(0, T.chunk)
             given64 = pull_given(hi64, lo64, tau64, POOLED, 1)
             sums64 = pull_sums(
-                x_at + slot, y_at + slot, grad_at + slot.to(tl.int64) * grad_column,
-                grad_column, careful, n_columns, hi64 * 0, given64, POOLED, SIGNED, 1, 1, CHUNK,
+                (x_at + slot, y_at + slot, grad_at + slot.to(tl.int64) * grad.column, grad.column), careful,
+                n_columns, hi64 * 0, given64, POOLED, SIGNED, 1, 1, T.chunk,
             )  # fmt: skip
-            pull, dtau = settle_pull(sums64, k, grad_lo)
+            pull, dtau = settle_pull(sums64, own_k, own_grad_lo)
             dtau = tl.where(hi64 == hi64, dtau, hi64)
         tl.store(dtau_pointer + row, dtau)
-        tl.store(state_pointer + row * PULLED + PULL, pull)
-        tl.store(state_pointer + row * PULLED + CAREFUL, tl.where(careful, 1.0, 0.0).to(tl.float64))
+        tl.store(scratch.state + row * PULLED + PULL, pull)
+        tl.store(scratch.state + row * PULLED + CAREFUL, tl.where(careful, 1.0, 0.0).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _size_gradient_parts(
-    x_pointer, x_stride, y_pointer, y_stride, grad_pointer, grad_row, grad_column,
-    hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, dx_pointer, state_pointer,
-    n_columns, length, parts,
-    POOLED: tl.constexpr, SIGNED: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    x, y, grad, t, tau, dx_pointer, state_pointer, n_columns, length, parts, POOLED: tl.constexpr,
+    SIGNED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
     row, part = (program // parts).to(tl.int64), program % parts
-    hi64, lo64, tau64, hi, lo, tau = _threshold(
-        hi_pointer, lo_pointer, tau_pointer, tau_stride, tau_high, tau_low, row
-    )
+    hi64, lo64, tau64, hi, lo, own_tau = _threshold(t, tau, row)
     start = part.to(tl.int64) * length
     mine = tl.minimum(n_columns - start, length).to(tl.int32)
-    x_at, y_at = x_pointer + row * x_stride + start, y_pointer + row * y_stride + start
-    grad_at, dx_at = grad_pointer + row * grad_row + start * grad_column, dx_pointer + row * n_columns + start
+    x_at, y_at = x.pointer + row * x.stride + start, y.pointer + row * y.stride + start
+    grad_at, dx_at = grad.pointer + row * grad.row + start * grad.column, dx_pointer + row * n_columns + start
     pull = tl.load(state_pointer + row * PULLED + PULL)
     if tl.load(state_pointer + row * PULLED + CAREFUL) == 0:
-        column = tl.arange(0, WIDTH)
+        column = tl.arange(0, T.width)
         write_pull(
-            x_at + column, y_at + column, grad_at + column.to(tl.int64) * grad_column, grad_column,
-            dx_at + column, row >= 0, mine, hi, pull, pull_given(hi, lo, tau, POOLED, 1),
-            POOLED, SIGNED, 1, PIECES, WIDTH,
+            (x_at + column, y_at + column, grad_at + column.to(tl.int64) * grad.column, grad.column),
+            dx_at + column, row >= 0, mine, hi, pull, pull_given(hi, lo, own_tau, POOLED, 1), POOLED, SIGNED,
+            1, T.pieces, T.width,
         )  # fmt: skip
     else:
-        slot = tl.arange(0, CHUNK)
+        slot = tl.arange(0, T.chunk)
         write_pull(
-            x_at + slot, y_at + slot, grad_at + slot.to(tl.int64) * grad_column, grad_column,
-            dx_at + slot, row >= 0, mine, hi64, pull, pull_given(hi64, lo64, tau64, POOLED, 1),
-            POOLED, SIGNED, 1, 1, CHUNK,
+            (x_at + slot, y_at + slot, grad_at + slot.to(tl.int64) * grad.column, grad.column), dx_at + slot,
+            row >= 0, mine, hi64, pull, pull_given(hi64, lo64, tau64, POOLED, 1), POOLED, SIGNED, 1, 1,
+            T.chunk,
         )  # fmt: skip
 
 
@@ -167,39 +158,36 @@ KERNELS = (_write_sizes, _pull_size_parts, _size_gradient_parts)
 
 
 def soft_topk_magnitude(
-    source: tuple[Tensor, int],
-    k: layout.Values,
-    tau: layout.Values,
+    source: Rows,
+    k: Values,
+    tau: Values,
     out: Tensor,
-    hi: Tensor,
-    lo: Tensor,
+    t: Threshold,
     rows: int,
     n: int,
     p: float,
     signed: bool,
 ) -> None:
-    """Fill out, hi and lo."""
+    """Fill out and t."""
     F = cdfs.Power(p)
-    whole = layout.whole_of_sizes(p)
+    law, power = layout.law(F)._replace(whole=layout.whole_of_sizes(p)), layout.power(F)
     which = {"POOLED": float(p), "SIGNED": signed}
-    state, _, _, cut = split.solve(
-        source, k, tau, hi, lo, rows, n, F, fine=False, more={**which, "WHOLE": whole}
-    )
+    scratch, cut = split.solve(source, k, tau, t, rows, n, law, power, fine=False, **which)
     launch(
         _write_sizes, rows * cut.parts,
-        *source, *tau, out, hi, lo, state, n, cut.length, cut.parts, layout.power(F)[0],
-        WHOLE=whole, **which, **_held(cut),
+        source, tau, out, t, scratch.state, n, cut.length, cut.parts, power[0],
+        WHOLE=law.whole, **which, **_held(cut),
     )  # fmt: skip
 
 
 def soft_topk_magnitude_backward(
-    source: tuple[Tensor, int],
-    y: tuple[Tensor, int],
-    grad: tuple[Tensor, int, int],
-    grad_lo: layout.Values,
-    k: layout.Values,
-    t: tuple[Tensor, Tensor],
-    tau: layout.Values,
+    source: Rows,
+    y: Rows,
+    grad: Matrix,
+    grad_lo: Values,
+    k: Values,
+    t: Threshold,
+    tau: Values,
     results: tuple[Tensor, Tensor],
     rows: int,
     n: int,
@@ -210,21 +198,15 @@ def soft_topk_magnitude_backward(
     dx, dtau = results
     cut = layout.cut(rows, n)
     state, left = dtau.new_empty(rows, PULLED.value), dtau.new_empty(rows, LEFT.value, cut.parts)
-    counter = torch.zeros(rows, dtype=torch.int32, device=dtau.device)
+    scratch = Scratch(state, torch.zeros(rows, dtype=torch.int32, device=dtau.device), left)
     which = {"POOLED": float(p), "SIGNED": signed, **_held(cut)}
+    programs, size = rows * cut.parts, (n, cut.length, cut.parts)
     launch(
-        _pull_size_parts, rows * cut.parts,
-        *source, *y, *grad, *grad_lo, *k, *t, *tau, dtau, state, counter, left, n, cut.length, cut.parts,
-        PARTS=next_power_of_2(cut.parts), **which,
+        _pull_size_parts, programs,
+        source, y, grad, grad_lo, k, t, tau, dtau, scratch, *size, PARTS=next_power_of_2(cut.parts), **which,
     )  # fmt: skip
-    launch(
-        _size_gradient_parts, rows * cut.parts,
-        *source, *y, *grad, *t, *tau, dx, state, n, cut.length, cut.parts, **which,
-    )  # fmt: skip
+    launch(_size_gradient_parts, programs, source, y, grad, t, tau, dx, state, *size, **which)
 
 
 def _held(cut: layout.Cut) -> dict[str, Any]:
-    return {
-        "PIECES": cut.pieces, "WIDTH": cut.width, "CHUNK": layout.RESCUE * cut.warps, "num_warps": cut.warps,
-        **layout.registers(),
-    }  # fmt: skip
+    return {"T": layout.part_tile(cut), "num_warps": cut.warps, **layout.registers()}

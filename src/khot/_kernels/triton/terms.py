@@ -130,12 +130,12 @@ def terms(x, given):
     compact support; for a power, 1 where y is) and what the soft count is less than it, so that no digits are
     lost far from the entries.
     The others are what :func:`series` needs, and last, if F has kinks, the count of the entries that are near
-    one. Given are hi, lo·unit/τ, unit/τ, the exponent of z, the CDF and, if the exponent is known to the
-    compiler, the exponent again.
+    one. Given are hi, lo·unit/τ, unit/τ, the exponent of z, and the :class:`.arguments.Law`.
     """
     hi, shift, scale, power = given[:4]
-    CDF: tl.constexpr = given[4]
-    WHOLE: tl.constexpr = given[5]
+    L: tl.constexpr = given[4]
+    CDF: tl.constexpr = L.cdf
+    WHOLE: tl.constexpr = L.whole
     v = (x - hi) * scale - shift
     if CDF == LOGISTIC:
         e = tl.exp2(-tl.abs(v))

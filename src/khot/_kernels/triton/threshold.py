@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from khot._kernels.triton.arguments import Tile
 from khot._kernels.triton.costs import load_pair, paid_count, paid_series, paid_terms
 from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import (
@@ -93,9 +94,8 @@ def less(x, base, FINE: tl.constexpr):
 
 @triton.jit
 def over(
-    x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    base=0.0, FINE: tl.constexpr = False, TYPE: tl.constexpr = tl.float32, BY: tl.constexpr = BY_COUNT,
+    x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr, T: tl.constexpr, base=0.0,
+    FINE: tl.constexpr = False, TYPE: tl.constexpr = tl.float32, BY: tl.constexpr = BY_COUNT,
 ):  # fmt: skip
     """The sums over a row of the COUNT members of terms(x, given), which are of this type: of the pieces in
     x, or of what is at `at`, which FINE takes less `base` (:func:`less`). BY says whether entries are pairs
@@ -104,9 +104,11 @@ def over(
     A row that streams past leaves its sums in float64: they are flushed often enough for float32 not to lose
     its digits to the many entries that a thread adds up.
     """
-    if STREAM:
-        column = tl.arange(0, WIDTH)
-        STEP: tl.constexpr = PIECES * WIDTH
+    PIECES: tl.constexpr = T.pieces
+    WIDTH: tl.constexpr = T.width
+    if T.streams:
+        column = tl.arange(0, T.width)
+        STEP: tl.constexpr = T.pieces * T.width
         sums = ()
         for _ in tl.static_range(COUNT):
             sums = sums + (tl.zeros((), tl.float64),)  # type: ignore[assignment]  # noqa: RUF005
@@ -117,12 +119,12 @@ def over(
             for start in range(begin_, tl.minimum(n, begin_ + FLUSH * STEP), STEP):
                 held = ()
                 for i in tl.static_range(PIECES):  # all loads first
-                    valid = column + (start + i * WIDTH) < n
+                    valid = column + (start + i * T.width) < n
                     if BY == BY_COUNT:
-                        score = tl.load(at + (start + i * WIDTH), mask=valid, other=float("-inf"))
+                        score = tl.load(at + (start + i * T.width), mask=valid, other=float("-inf"))
                         held = held + (less(score, base, FINE),)  # type: ignore[assignment]  # noqa: RUF005
                     else:
-                        score, w = load_pair(at, start + i * WIDTH, valid)
+                        score, w = load_pair(at, start + i * T.width, valid)
                         held = held + ((score, w * base),)  # type: ignore[assignment]  # noqa: RUF005
                 for i in tl.static_range(PIECES):
                     part = plus(part, terms(held[i], given))
@@ -130,10 +132,10 @@ def over(
             sums = plus(sums, part)
         return sums
     else:
-        held = terms(piece(x, 0, at, PIECES), given)
+        held = terms(piece(x, 0, at, T.pieces), given)
         for i in tl.static_range(1, PIECES):
-            held = plus(held, terms(piece(x, i, at, PIECES), given))
-        return total(held, TOGETHER)
+            held = plus(held, terms(piece(x, i, at, T.pieces), given))
+        return total(held, T.together)
 
 
 @triton.jit
@@ -145,18 +147,16 @@ def moment_terms(x, origin):
 
 
 @triton.jit
-def _moments(
-    x, at, origin, n,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def _moments(x, at, origin, n, T: tl.constexpr):
     """Sums of x − origin and of its square; not finite if an entry is not."""
+    PIECES: tl.constexpr = T.pieces
     sums = ()
     for i in tl.static_range(PIECES):
-        d = piece(x, i, at, PIECES) - wide(origin, TOGETHER)
-        if not EXACT:
-            d = tl.where(before(columns(x, i, PIECES, WIDTH), n, TOGETHER), d, 0.0)
+        d = piece(x, i, at, T.pieces) - wide(origin, T.together)
+        if not T.full:
+            d = tl.where(before(columns(x, i, T.pieces, T.width), n, T.together), d, 0.0)
         sums = plus(sums, (d, d * d))
-    return total(sums, TOGETHER)
+    return total(sums, T.together)
 
 
 @triton.jit
@@ -327,14 +327,15 @@ def long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF: tl.constexpr, BY: tl.
 
 
 @triton.jit
-def _search(
-    miss, mu, h, beta, gamma, f_sum, t, k, n, tau, inverse, goal, crowd,
-    low, high, miss_low, miss_high, g_low, g_high, side, count, CDF: tl.constexpr, BY: tl.constexpr,
-):  # fmt: skip
+def _search(taylor, t, aim, crowd, bracket, count, CDF: tl.constexpr, BY: tl.constexpr):
     """:func:`long_step`, which goes as if entries were spread as between the ends of the bracket [low, high]
     of t, and the bracket. Where the step leaves it: the secant of the count's logit, with Illinois' halving;
     and every third time the middle on a scale that is logarithmic in t/τ.
     """
+    miss, mu, h, beta, gamma, f_sum = taylor
+    n, k, _, tau, inverse, _ = aim
+    low, high, miss_low, miss_high, g_low, g_high, side = bracket
+    goal = log2(k) - log2(n - k)
     above = miss > 0  # t is too low
     soft = k + miss
     g = log2(soft + 0.5) - log2(n - soft + 0.5) - goal
@@ -362,7 +363,7 @@ def _search(
         if not full_support(CDF):  # Newton may creep where a support ends
             few = few & (tl.abs(step) < 1e-2)
         step = tl.where(few, step, (middle - t) * inverse)
-    return step, low, high, miss_low, miss_high, g_low, g_high, side
+    return step, (low, high, miss_low, miss_high, g_low, g_high, side)
 
 
 @triton.jit
@@ -372,16 +373,16 @@ def min_max(a0, a1, b0, b1):
 
 @triton.jit
 def _nearest(
-    x, at, n, hi, lo,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    base=0.0, FINE: tl.constexpr = False, POOLED: tl.constexpr = 0,
+    x, at, n, hi, lo, T: tl.constexpr, base=0.0, FINE: tl.constexpr = False, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """The least entry above hi + lo, and the greatest one that is not; POOLED, of their sizes."""
-    if STREAM:
-        column = tl.arange(0, WIDTH)
+    PIECES: tl.constexpr = T.pieces
+    WIDTH: tl.constexpr = T.width
+    if T.streams:
+        column = tl.arange(0, T.width)
         least = tl.full((WIDTH,), float("inf"), tl.float32)
         greatest = tl.full((WIDTH,), float("-inf"), tl.float32)
-        for start in range(0, n, WIDTH):
+        for start in range(0, n, T.width):
             score = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, FINE)
             if POOLED > 0:
                 score = size(score)
@@ -398,7 +399,7 @@ def _nearest(
                 least, greatest = over_, under
             else:
                 least, greatest = tl.minimum(least, over_), tl.maximum(greatest, under)
-        return tl.reduce((least, greatest), 0 if TOGETHER == 1 else 1, min_max)
+        return tl.reduce((least, greatest), 0 if T.together == 1 else 1, min_max)
 
 
 @triton.jit
@@ -412,9 +413,8 @@ def _gap_terms(x, given):
 
 @triton.jit
 def _gap(
-    x, at, n, hi, lo, scale, tau,
-    CDF: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    STREAM: tl.constexpr, base=0.0, FINE: tl.constexpr = False, own_tau=0.0, POOLED: tl.constexpr = 0,
+    x, at, n, hi, lo, scale, tau, CDF: tl.constexpr, T: tl.constexpr, base=0.0, FINE: tl.constexpr = False,
+    own_tau=0.0, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t in a gap that no density crosses, and whether there is such a gap.
 
@@ -426,15 +426,15 @@ def _gap(
     """
     if not full_support(CDF):
         lo = lo + 0.5 * tau
-    hi, lo = wide(hi, TOGETHER), wide(lo, TOGETHER)
-    up, down = _nearest(x, at, n, hi, lo, TOGETHER, PIECES, WIDTH, STREAM, base, FINE, POOLED)
+    hi, lo = wide(hi, T.together), wide(lo, T.together)
+    up, down = _nearest(x, at, n, hi, lo, T, base, FINE, POOLED)
     if POOLED > 0:
         up = unpooled(up, own_tau, POOLED)
         tau = tau * 0
     middle, rest = two_sum(0.5 * up, 0.5 * down)
     if full_support(CDF):
-        given = (wide(up, TOGETHER), wide(down, TOGETHER), wide(scale, TOGETHER))
-        A, B = over(x, at, n, _gap_terms, given, 2, TOGETHER, PIECES, WIDTH, STREAM, base, FINE)
+        given = (wide(up, T.together), wide(down, T.together), wide(scale, T.together))
+        A, B = over(x, at, n, _gap_terms, given, 2, T, base, FINE)
         rest += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
         exists = up > down
     else:
@@ -495,8 +495,8 @@ def guess_by_value(n, sums, k, tau, power, CDF: tl.constexpr):
 
 @triton.jit
 def advance(
-    sums, hi, lo, trail, crowd, done, ok, deep, count, n, k, k_rest, tau, inverse, power, seen, warming,
-    floor, CDF: tl.constexpr, TOGETHER: tl.constexpr, BY: tl.constexpr, POOLED: tl.constexpr = 0,
+    sums, hi, lo, trail, crowd, done, ok, deep, count, aim, seen, warming, floor,
+    L: tl.constexpr, TOGETHER: tl.constexpr, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t after the step that the sums of an evaluation call for, the trail of the search, and which rows are
     done, have a threshold, and are in a gap that no density crosses.
@@ -504,9 +504,10 @@ def advance(
     The trail is the bracket, what the count and its logit miss at its ends, the side of the last t, and t and
     Σf of the evaluation before: at first (low, high, 0, 0, 0, 0, 0, t, 0). The rest is as in :func:`iterate`.
     """
-    low, high, miss_low, miss_high, g_low, g_high, side, t_before, mass_before = trail
+    bracket, t_before, mass_before = trail[:7], trail[7], trail[8]
+    _, k, k_rest, tau, inverse, power = aim
     turn = hi * 0
-    if not full_support(CDF):
+    if not full_support(L.cdf):
         moved = ((hi - t_before) + lo) * inverse
         mass = sums[2].to(tl.float32)
         if POOLED > 0:
@@ -515,100 +516,100 @@ def advance(
         turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
         t_before, mass_before = hi + lo, mass
     excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
-        sums, k, k_rest, seen, turn, power, CDF, BY, warming, POOLED
+        sums, k, k_rest, seen, turn, power, L.cdf, L.by, warming, POOLED
     )
-    if BY == BY_COUNT:
+    if L.by == BY_COUNT:
         deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
     done = done | deep
     if any_row(~(last | done), TOGETHER):
-        goal = log2(k) - log2(n - k)
-        step, low, high, miss_low, miss_high, g_low, g_high, side = _search(
-            miss, mu, h, beta, gamma, mass, hi + lo, k, n, tau, inverse, goal, crowd,
-            low, high, miss_low, miss_high, g_low, g_high, side, count, CDF, BY,
-        )  # fmt: skip
+        taylor = (miss, mu, h, beta, gamma, mass)
+        step, bracket = _search(taylor, hi + lo, aim, crowd, bracket, count, L.cdf, L.by)
         h = tl.where(last, h, step)
     failed = ~(tl.abs(h) < 1e30) & ~done
-    if BY != BY_COUNT:  # a gap is not searched: the sums of costs have not the digits for it
-        unclear = floor + ROUGH * tl.abs(sums[paid_count(CDF, BY)].to(tl.float32))
+    if L.by != BY_COUNT:  # a gap is not searched: the sums of costs have not the digits for it
+        unclear = floor + ROUGH * tl.abs(sums[paid_count(L.cdf, L.by)].to(tl.float32))
         failed = failed | (~done & ~(mass > unclear) & (last | ~(tl.abs(miss) > unclear)))
     new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
     if POOLED > 0:  # t stays above 0
         least = 0.25 * hi
         new_hi, new_lo = tl.maximum(new_hi, least), tl.where(new_hi < least, 0.0, new_lo)
     hi, lo = tl.where(done, hi, new_hi), tl.where(done, lo, new_lo)
-    trail = (low, high, miss_low, miss_high, g_low, g_high, side, t_before, mass_before)
+    trail = bracket + (t_before, mass_before)  # noqa: RUF005
     return hi, lo, trail, done | last | failed, ok & ~failed, deep
 
 
 @triton.jit
 def iterate(
-    x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse, power, evaluations,
-    CDF: tl.constexpr, WHOLE: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, STREAM: tl.constexpr,
-    AGAIN: tl.constexpr = False, base=0.0, FINE: tl.constexpr = False,
-    grain=0.0, floor=0.0, BY: tl.constexpr = BY_COUNT, POOLED: tl.constexpr = 0,
+    x, at, n_columns, guess, done, aim, evaluations, L: tl.constexpr, T: tl.constexpr,
+    AGAIN: tl.constexpr = False, base=0.0, FINE: tl.constexpr = False, grain=0.0, floor=0.0,
+    POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t from a guess, and which rows have one: of the rows that are not done already.
 
-    AGAIN says that the entries can be read again at `at`, though they are held: in a gap, which few rows have
-    to search, there are not registers enough for both. FINE, base and BY are as in :func:`over`: FINE, t is
-    less base, too, and if entries have costs, k is a budget and n what all entries cost; grain is what
-    :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32 cannot tell where the budget is
-    spent. POOLED is p of a top-k in magnitude, whose temperature moves with t (:mod:`.pooled`).
+    A guess is hi, lo, the bracket of t, and how many entries lie in a τ there; what is aimed at is n, k and
+    its rest, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
+    are held: in a gap, which few rows have to search, there are not registers enough for both. FINE and base
+    are as in :func:`over`: FINE, t is less base, too. If entries have costs, k is a budget and n what all
+    entries cost; grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32
+    cannot tell where the budget is spent. POOLED is p of a top-k in magnitude, whose temperature moves with t
+    (:mod:`.pooled`).
     """
+    hi, lo, low, high, crowd = guess
+    n, k, k_rest, tau, inverse, power = aim
     own_tau = tau
-    scale = inverse * unit(CDF)
+    scale = inverse * unit(L.cdf)
     # as many halves as entries were looked at, those beyond the row's end among them
-    seen = tl.cdiv(n_columns, PIECES * WIDTH) * (PIECES * WIDTH)
+    seen = tl.cdiv(n_columns, T.pieces * T.width) * (T.pieces * T.width)
     nothing = hi * 0
     deep = done & ~done
     ok = ~deep
     trail = (low, high, nothing, nothing, nothing, nothing, nothing, hi, nothing)
     count = 0
-    running = (count < evaluations) & any_row(~done, TOGETHER)
+    running = (count < evaluations) & any_row(~done, T.together)
     while running:
         warming = 0.0
         if POOLED > 0:
             tau, warming = temperature(hi + lo, own_tau, POOLED)
             inverse = inverse_of(tau)
-            scale = inverse * unit(CDF)
+            scale = inverse * unit(L.cdf)
         # Constants stay constants only in a tuple that has no name; and no sums of this name may come
         # from before the loop, which a row that streams past would carry along in another precision.
-        if BY != BY_COUNT:
+        if L.by != BY_COUNT:
             sums = over(
                 x, at, n_columns, paid_terms,
                 (
-                    wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE,
-                    grain, BY,
+                    wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power, L,
+                    grain,
                 ),
-                paid_count(CDF, BY) + 1, TOGETHER, PIECES, WIDTH, STREAM, base, BY=BY,
+                paid_count(L.cdf, L.by) + 1, T, base, BY=L.by,
             )  # fmt: skip
         elif POOLED > 0:
             sums = over(
                 x, at, n_columns, pooled_terms,
-                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
-                term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM,
+                (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power, L),
+                term_count(L.cdf), T,
             )  # fmt: skip
         else:
             sums = over(
                 x, at, n_columns, terms,
-                (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), power, CDF, WHOLE),
-                term_count(CDF), TOGETHER, PIECES, WIDTH, STREAM, base, FINE,
+                (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power, L),
+                term_count(L.cdf), T, base, FINE,
             )  # fmt: skip
         hi, lo, trail, done, ok, deep = advance(
-            sums, hi, lo, trail, crowd, done, ok, deep, count, n, k, k_rest, tau, inverse, power, seen,
-            warming, floor, CDF, TOGETHER, BY, POOLED,
+            sums, hi, lo, trail, crowd, done, ok, deep, count, (n, k, k_rest, tau, inverse, power), seen,
+            warming, floor, L, T.together, POOLED,
         )  # fmt: skip
         count += 1
-        running = (count < evaluations) & any_row(~done, TOGETHER)
+        running = (count < evaluations) & any_row(~done, T.together)
     ok = ok & done
-    if (CDF == NORMAL) | (BY != BY_COUNT):
+    if (L.cdf == NORMAL) | (L.by != BY_COUNT):
         ok = ok & ~deep
     else:
-        if any_row(deep, TOGETHER):
+        if any_row(deep, T.together):
             gap_hi, gap_lo, exists = _gap(
-                x, at, n_columns, hi, lo, scale, tau,
-                CDF, TOGETHER, 1 if AGAIN else PIECES, WIDTH, STREAM or AGAIN, base, FINE, own_tau, POOLED,
+                x, at, n_columns, hi, lo, scale, tau, L.cdf,
+                Tile(T.together, 1 if AGAIN else T.pieces, T.width, False, T.streams or AGAIN, 0), base, FINE,
+                own_tau, POOLED,
             )  # fmt: skip
             ok = ok & (exists | ~deep)
             hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
@@ -617,42 +618,37 @@ def iterate(
 
 @triton.jit
 def find(
-    x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations,
-    CDF: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr, STREAM: tl.constexpr, AGAIN: tl.constexpr = False,
+    x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations, L: tl.constexpr, T: tl.constexpr,
+    AGAIN: tl.constexpr = False,
 ):  # fmt: skip
     """t of rows, and which of them have one. Also returned are 1/τ and n − k. AGAIN is as in
     :func:`iterate`."""
-    if STREAM:
-        n, first, second = over(x, at, n_columns, moment_terms, origin, 3, 1, PIECES, WIDTH, True)
+    if T.streams:
+        n, first, second = over(x, at, n_columns, moment_terms, origin, 3, T)
         n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
     else:
         n = origin * 0 + tl.cast(n_columns, tl.float32)
-        first, second = _moments(x, at, origin, n_columns, TOGETHER, PIECES, WIDTH, EXACT)
-        if any_row(~(second < float("inf")), TOGETHER):
-            n, first, second = over(
-                x, at, n_columns, moment_terms, wide(origin, TOGETHER), 3, TOGETHER, PIECES, WIDTH, False
-            )
+        first, second = _moments(x, at, origin, n_columns, T)
+        if any_row(~(second < float("inf")), T.together):
+            n, first, second = over(x, at, n_columns, moment_terms, wide(origin, T.together), 3, T)
     inverse = inverse_of(tau)
-    scale = inverse * unit(CDF)
+    scale = inverse * unit(L.cdf)
     rest = n - k
     ok = (k > 0) & (rest > 0) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
-    ok = ok & holds(n, rest, power, CDF)
+    ok = ok & holds(n, rest, power, L.cdf)
 
     per = reciprocal(n)
     offset = first * per
     variance = tl.maximum(second * per - offset * offset, 0.0)
-    t, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, CDF)
+    t, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, L.cdf)
     hi = origin + t
     lo = hi * 0
     ok = ok & (tl.abs(hi) < 1e30)
     done = ~(ok & there)
-    if CDF == LOGISTIC:
+    if L.cdf == LOGISTIC:
         # many entries are undecided for most rows, and then one evaluation of Σy itself is enough
-        given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER))
-        y_sum, f_sum, fy, ff_sum, ffy, fff = over(
-            x, at, n_columns, _ordinary_terms, given, 6, TOGETHER, PIECES, WIDTH, STREAM
-        )
+        given = (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together))
+        y_sum, f_sum, fy, ff_sum, ffy, fff = over(x, at, n_columns, _ordinary_terms, given, 6, T)
         miss = ((y_sum - k) - k_rest).to(tl.float32)
         f_sum, ff_sum, fff = f_sum.to(tl.float32), ff_sum.to(tl.float32), fff.to(tl.float32)
         first_sums = (
@@ -664,7 +660,7 @@ def find(
             2 * ffy.to(tl.float32) - ff_sum,
             fff,
         )
-        _, _, beta, gamma, delta, epsilon = series(first_sums, power, CDF)
+        _, _, beta, gamma, delta, epsilon = series(first_sums, power, L.cdf)
         h, mu = _taylor(miss, f_sum, beta, gamma, delta, epsilon)
         last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
         hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
@@ -675,8 +671,8 @@ def find(
     high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
     crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
     hi, lo, solved = iterate(
-        x, at, n_columns, hi, lo, low, high, crowd, done, n, k, k_rest, tau, inverse,
-        power, evaluations, CDF, WHOLE, TOGETHER, PIECES, WIDTH, STREAM, AGAIN,
+        x, at, n_columns, (hi, lo, low, high, crowd), done, (n, k, k_rest, tau, inverse, power), evaluations,
+        L, T, AGAIN,
     )  # fmt: skip
     ok = ok & solved
     return hi, lo, ok & there, inverse, rest

@@ -17,17 +17,8 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
-from khot._kernels.triton import (
-    exact,
-    exact_backward,
-    exact_split,
-    layout,
-    pull,
-    resident,
-    split,
-)
-
-NO_COSTS = (None, 0, 0)
+from khot._kernels.triton import exact, exact_backward, exact_split, layout, pull, resident, split
+from khot._kernels.triton.arguments import Threshold
 
 
 def soft_topk(
@@ -52,7 +43,7 @@ def soft_topk(
     fine = x.dtype == torch.float64
     if fine and n <= layout.RESIDENT:
         left = layout.rest(k, goal)
-        exact.solve(source, NO_COSTS, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
+        exact.solve(source, None, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
         return _rounded(out, hi, lo, output), hi, lo
     splits = layout.splits(rows, n)
     kernels = split if splits else resident
@@ -88,7 +79,7 @@ def soft_topk_backward(
     rows = dk.numel()
     if rows == 0:
         return dx, dk, dtau
-    t = hi.contiguous(), lo.contiguous()
+    t = Threshold(hi.contiguous(), lo.contiguous())
     # a threshold alone has no incoming gradient of this kind, and what takes its place is not used
     cotangent, source = layout.matrix(x if output == "threshold" else grad, x), layout.rows(x, n)
     tau_row, lo_row = layout.values(tau, batch, x.device), layout.values(grad_lo, batch, x.device)
@@ -97,7 +88,7 @@ def soft_topk_backward(
         pull.backward(cotangent, lo_row, source, None, t, tau_row, results, n, F, output=output)
     elif n <= layout.RESIDENT:
         exact_backward.backward(
-            cotangent, lo_row, source, NO_COSTS, t, tau_row, results, n, F, output=output
+            cotangent, lo_row, source, None, t, tau_row, results, n, F, output=output
         )  # fmt: skip
     else:
         exact_split.soft_topk_backward(
