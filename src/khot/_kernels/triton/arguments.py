@@ -9,7 +9,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Law", "Matrix", "Pairs", "Pulled", "Rows", "Scratch", "Threshold", "Tile", "Values"]
+__all__ = [
+    "Blocks",
+    "Drawn",
+    "Law",
+    "Matrix",
+    "Pairs",
+    "Projected",
+    "Pulled",
+    "Rows",
+    "Scratch",
+    "Threshold",
+    "Tile",
+    "Values",
+    "Weight",
+]
 
 
 class Rows(NamedTuple):
@@ -68,6 +82,44 @@ class Scratch(NamedTuple):
     counter: Any
     left: Any
     window: Any = None
+
+
+class Weight(NamedTuple):
+    """A number of each quantile: in memory, or, where there is no tensor, the sum of three of float32."""
+
+    pointer: Any
+    high: float
+    low: float
+    rest: float
+
+
+class Blocks(NamedTuple):
+    """A projection onto a permutahedron: the result, the orders of both arguments, and where blocks start and
+    stop in these; or its gradients' sums over blocks, and over the parts of a row."""
+
+    out: Any
+    order: Any
+    w_order: Any
+    start: Any
+    stop: Any = None
+    totals: Any = None
+    heads: Any = None
+
+
+class Drawn(NamedTuple):
+    """Samples, how many are drawn of each row, and whether all rows are probabilities."""
+
+    out: Any
+    drawn: Any
+    probabilities: Any
+
+
+class Projected(NamedTuple):
+    """The gradients in both arguments of such a projection, and in τ."""
+
+    dz: Any
+    dw: Any
+    dtau: Any
 
 
 class Tile(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from khot._kernels.reference import quantiles as reference
 from khot._kernels.triton import interpolation, layout, places
+from khot._kernels.triton.arguments import Weight
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.interpolation import line
@@ -24,55 +25,53 @@ __all__ = ["KERNELS", "quantiles", "quantiles_backward"]
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def _resident_quantiles(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, weight_pointer, weight_high, weight_low,
-    weight_rest, out_pointer, both_pointer, rows, n, count,
-    COMPUTE: tl.constexpr, SORT: tl.constexpr, FOLLOWS: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    x, k, weight, out_pointer, both_pointer, rows, n, count, COMPUTE: tl.constexpr, SORT: tl.constexpr,
+    FOLLOWS: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """FOLLOWS says that the lower entry of each pair is the next one after the upper."""
     row, there = place_rows(rows, TOGETHER)
     known = tl.where(there, row, 0)
-    at = x_pointer + entries(row, x_stride, tl.arange(0, WIDTH), TOGETHER)
+    at = x.pointer + entries(row, x.stride, tl.arange(0, WIDTH), TOGETHER)
     keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
     greatest = greatest_of(keys)
     if SORT:
         keys = (in_order(keys),)
     for j in range(count):
         upper = row * (2 * count) + j
-        k = k_of(k_pointer, k_stride, k_high, k_low, known * (2 * count) + j, j)
-        above, key = entry_at(keys, greatest, k, n, SORT)
+        own_k = k_of(*k, known * (2 * count) + j, j)
+        above, key = entry_at(keys, greatest, own_k, n, SORT)
         if FOLLOWS and not SORT:  # a second search takes as long as the first
-            below = entry_after(keys, greatest, key, k, n)
+            below = entry_after(keys, greatest, key, own_k, n)
         else:
-            k = k_of(k_pointer, k_stride, k_high, k_low, known * (2 * count) + count + j, count + j)
-            below, _key = entry_at(keys, greatest, k, n, SORT)
+            own_k = k_of(*k, known * (2 * count) + count + j, count + j)
+            below, _key = entry_at(keys, greatest, own_k, n, SORT)
         tl.store(both_pointer + upper, above.to(both_pointer.dtype.element_ty), mask=there)
         tl.store(both_pointer + upper + count, below.to(both_pointer.dtype.element_ty), mask=there)
-        weight = number64(weight_pointer, 1, weight_high, weight_low, known * count + j) + weight_rest
-        weight += tl.zeros_like(row).to(tl.float64)
-        store(out_pointer + row * count + j, line(double(below), double(above), weight), there)
+        own_weight = number64(weight.pointer, 1, weight.high, weight.low, known * count + j) + weight.rest
+        own_weight += tl.zeros_like(row).to(tl.float64)
+        store(out_pointer + row * count + j, line(double(below), double(above), own_weight), there)
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def _pull_quantiles(
-    x_pointer, x_stride, both_pointer, weight_pointer, weight_high, weight_low, weight_rest, grad_pointer,
-    dx_pointer, dweight_pointer, rows, n, count,
-    COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    x, both_pointer, weight, grad_pointer, dx_pointer, dweight_pointer, rows, n, count, COMPUTE: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row, there, column, valid, x = hold(x_pointer, x_stride, rows, n, COMPUTE, TOGETHER, WIDTH)
-    dx = tl.zeros_like(x)
+    row, there, column, valid, held = hold(x.pointer, x.stride, rows, n, COMPUTE, TOGETHER, WIDTH)
+    dx = tl.zeros_like(held)
     for j in range(count):
         upper = both_pointer + row * (2 * count) + j
         above = tl.load(upper, mask=there, other=0.0).to(COMPUTE)
         below = tl.load(upper + count, mask=there, other=0.0).to(COMPUTE)
         at = tl.where(there, row, 0) * count + j
-        weight = number64(weight_pointer, 1, weight_high, weight_low, at) + weight_rest
+        own_weight = number64(weight.pointer, 1, weight.high, weight.low, at) + weight.rest
         infinite = (tl.abs(above) == float("inf")) | (tl.abs(below) == float("inf"))
         grad = double(tl.load(grad_pointer + row * count + j, mask=there, other=0.0))
         grad = tl.where(infinite, 0.0, grad)
-        dx = add_where(dx, x, valid, column, n, above, (grad * weight).to(COMPUTE))
-        dx = add_where(dx, x, valid, column, n, below, (grad * (1 - weight)).to(COMPUTE))
-        if weight_pointer is not None:
+        dx = add_where(dx, held, valid, column, n, above, (grad * own_weight).to(COMPUTE))
+        dx = add_where(dx, held, valid, column, n, below, (grad * (1 - own_weight)).to(COMPUTE))
+        if weight.pointer is not None:
             rise = tl.where(infinite, 0.0, double(above) - double(below))
             tl.store(dweight_pointer + at, grad * rise, mask=there)
     to = dx_pointer + row[:, None] * n + column[None, :]
@@ -93,7 +92,7 @@ def quantiles(x: Tensor, k: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     asked = places.given(k, x)
     launch(
         _resident_quantiles, cdiv(rows, together),
-        *layout.rows(x, n), *asked, *given, out, both, rows, n, count,
+        layout.rows(x, n), asked, Weight(*given), out, both, rows, n, count,
         FOLLOWS=asked.pointer is None and count == 1, **which,
     )  # fmt: skip
     return out, both
@@ -110,7 +109,7 @@ def quantiles_backward(x: Tensor, both: Tensor, weight: Tensor, grad: Tensor) ->
     rows, (width, together, warps) = x.shape[:-1].numel(), layout.block(n)
     launch(
         _pull_quantiles, cdiv(rows, together),
-        *layout.rows(x, n), both.contiguous(), *given, grad.contiguous(), dx, dweight, rows, n, count,
+        layout.rows(x, n), both.contiguous(), Weight(*given), grad.contiguous(), dx, dweight, rows, n, count,
         COMPUTE=layout.compute(x.dtype), TOGETHER=together, WIDTH=width, num_warps=warps,
     )  # fmt: skip
     return dx, dweight

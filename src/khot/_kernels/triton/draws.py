@@ -24,6 +24,7 @@ from khot._core import eager
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
 from khot._kernels.triton import layout, native
+from khot._kernels.triton.arguments import Drawn
 from khot._kernels.triton.calibration import LARGEST_VARIANCE, VECTORS, calibrate
 from khot._kernels.triton.fast import LOG2E, double, plus, reciprocal, reciprocal64, total
 from khot._kernels.triton.functions import place
@@ -480,9 +481,8 @@ def _part_keys(
 
 @triton.jit(do_not_specialize=SIZES)
 def _choose(
-    x_pointer, x_stride, seed_pointer, sums_pointer, below_pointer, found_pointer, keys_pointer,
-    columns_pointer, out_pointer, drawn_pointer, probabilities_pointer, n, parts, capacity, least, tolerance,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    x, seed_pointer, sums_pointer, below_pointer, found_pointer, keys_pointer, columns_pointer, to, n, parts,
+    capacity, least, tolerance, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Choose among the units that are listed. All other keys are outside the interval that has to contain
     the threshold."""
@@ -502,7 +502,7 @@ def _choose(
     for start in range(0, found, WIDTH):
         there = start + slots < found
         column = tl.load(columns_pointer + start + slots, mask=there, other=n)
-        p = double(tl.load(x_pointer + row * x_stride + column, mask=column < n, other=0.0))
+        p = double(tl.load(x.pointer + row * x.stride + column, mask=column < n, other=0.0))
         key = _key(tl.where(column == n, phantom, p), _uniform_of(seed, row, column), scale)
         tl.store(keys_pointer + start + slots, key, mask=there)
         under += tl.where(there & (key < low), 1, 0)
@@ -510,10 +510,10 @@ def _choose(
     tl.debug_barrier()
     drawn = listed & (k >= tl.sum(under)) & (k <= tl.sum(up_to))
     given = (keys_pointer, columns_pointer, tl.where(drawn, found, 0), slots)
-    _mark(given, k, d, out_pointer + row * n, n, drawn)
-    tl.store(drawn_pointer + row, drawn)
+    _mark(given, k, d, to.out + row * n, n, drawn)
+    tl.store(to.drawn + row, drawn)
     if row == 0:
-        tl.store(probabilities_pointer, True)  # which a row that is none takes back, in the next launch
+        tl.store(to.probabilities, True)  # which a row that is none takes back, in the next launch
 
 
 @triton.jit
@@ -669,7 +669,7 @@ def _by_formula(
     )  # fmt: skip
     launch(
         _choose, rows,
-        *source, seed, sums, below, found, keys, columns, out, drawn, probabilities, n, parts, capacity,
+        source, seed, sums, below, found, keys, columns, Drawn(out, drawn, probabilities), n, parts, capacity,
         *rule, **width, WIDTH=LISTED, num_warps=LISTED // 128,
     )  # fmt: skip
     return None

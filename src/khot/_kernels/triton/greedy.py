@@ -57,28 +57,27 @@ def _take(price, waiting, left, TOGETHER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _greedy_rows(
-    x_pointer, x_stride, cost_pointer, cost_row, cost_column,
-    budget_pointer, budget_stride, budget_high, budget_low, budget_rest, slack, out_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
+    x, cost, budget, budget_rest, slack, out_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    EXACT: tl.constexpr, DOUBLES: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     valid = inside(there, column, n, TOGETHER, EXACT)
-    x = tl.load(x_pointer + entries(row, x_stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
-    poison = nan_of(x, AXIS)
-    taking = tl.where(x > float("-inf"), valid, False)
-    _, order = sorted_rows(x, column, taking, TOGETHER, DOUBLES)
+    held = tl.load(x.pointer + entries(row, x.stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
+    poison = nan_of(held, AXIS)
+    taking = tl.where(held > float("-inf"), valid, False)
+    _, order = sorted_rows(held, column, taking, TOGETHER, DOUBLES)
     number_of = wide(tl.sum(tl.where(taking, 1, 0), axis=AXIS), TOGETHER)
     waiting = tl.where(across(column, TOGETHER) < number_of, 1, 0)  # those that may be taken come first
-    costs = cost_pointer + wide(row * cost_row, TOGETHER)
-    price = double(tl.load(costs + order.to(tl.int64) * cost_column, mask=waiting > 0, other=0.0))
-    budget = tl.zeros_like(poison).to(tl.float64) + budget_rest
-    budget += number64(budget_pointer, budget_stride, budget_high, budget_low, tl.where(there, row, 0))
-    budget = _with_slack(budget, slack)
+    costs = cost.pointer + wide(row * cost.row, TOGETHER)
+    price = double(tl.load(costs + order.to(tl.int64) * cost.column, mask=waiting > 0, other=0.0))
+    own_budget = tl.zeros_like(poison).to(tl.float64) + budget_rest
+    own_budget += number64(*budget, tl.where(there, row, 0))
+    own_budget = _with_slack(own_budget, slack)
     wrong = tl.max(tl.where(_unpayable(price), 1, 0), axis=AXIS) > 0
-    bad = wrong | (poison != poison) | ~(budget >= 0)
-    taken, _ = _take(price, waiting, budget, TOGETHER)
+    bad = wrong | (poison != poison) | ~(own_budget >= 0)
+    taken, _ = _take(price, waiting, own_budget, TOGETHER)
     y = tl.where(wide(bad, TOGETHER), float("nan"), taken.to(tl.float32))
     to = out_pointer + wide(row * n, TOGETHER) + order
     tl.store(to, y.to(out_pointer.dtype.element_ty), mask=valid)
@@ -124,18 +123,20 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
         return reference.budget_mask(x, cost, budget)
     amount, rows = layout.values(budget, x.shape[:-1], x.device), x.numel() // n
     slack = reference.slack(n, cost.dtype, budget.dtype)
-    given = *layout.matrix(cost, x), *amount, layout.rest(budget, amount), slack
+    prices, given = layout.matrix(cost, x), (layout.rest(budget, amount), slack)
     out = x.new_empty(x.shape)
     if n <= RANKED and x.dtype != torch.float64:
         tile = ranks.tile(n)
         launch(
             _greedy_rows, cdiv(rows, tile["TOGETHER"]),
-            *layout.rows(x, n), *given, out, rows, n, DOUBLES=layout.compares_doubles(x.device), **tile,
+            layout.rows(x, n), prices, amount, *given, out, rows, n,
+            DOUBLES=layout.compares_doubles(x.device), **tile,
         )  # fmt: skip
         return out
     ordered, order = row_sort.descending(x)
     width = min(WIDTH, max(64, next_power_of_2(n)))
     launch(
-        _greedy, rows, ordered, order, *given, out, n, WIDTH=width, num_warps=max(1, width // 256),
+        _greedy, rows, ordered, order, *prices, *amount, *given, out, n,
+        WIDTH=width, num_warps=max(1, width // 256),
     )  # fmt: skip
     return out

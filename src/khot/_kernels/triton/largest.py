@@ -26,7 +26,7 @@ from torch import Tensor
 
 from khot._kernels.reference import topk as reference
 from khot._kernels.triton import layout, native
-from khot._kernels.triton.arguments import Values
+from khot._kernels.triton.arguments import Rows, Values
 from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of, levels
@@ -95,14 +95,13 @@ def _places(first, slot_group, element, GROUPS: tl.constexpr, NEAR: tl.constexpr
 
 @triton.jit(do_not_specialize=["parts"])
 def _search_rows(
-    keys_pointer, keys_stride, x_pointer, x_stride, values_pointer, index_pointer, scratch_pointer,
-    n, length, parts, k,
-    LARGEST: tl.constexpr, PACKED: tl.constexpr, PART: tl.constexpr,
-    GROUPS: tl.constexpr, NEAR: tl.constexpr, ROOM: tl.constexpr, LOOK: tl.constexpr,
+    keys, x, values_pointer, index_pointer, scratch_pointer, n, length, parts, k, LARGEST: tl.constexpr,
+    PACKED: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr, NEAR: tl.constexpr, ROOM: tl.constexpr,
+    LOOK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row, part = program // parts, (program % parts).to(tl.int32)
-    base = keys_pointer + row * keys_stride
+    base = keys.pointer + row * keys.stride
     scratch_pointer += program * ROOM
     begin = part * length
     end = tl.minimum(n, begin + length)
@@ -176,7 +175,7 @@ def _search_rows(
         tl.store(index_pointer + program * k + slot, packed, mask=wanted)
     else:
         index = (packed & _PLACES).to(tl.int32) ^ _PLACES
-        value = tl.load(x_pointer + row * x_stride + index, mask=wanted)
+        value = tl.load(x.pointer + row * x.stride + index, mask=wanted)
         tl.store(values_pointer + row * k + slot, value, mask=wanted)
         tl.store(index_pointer + row * k + slot, index.to(tl.int64), mask=wanted)
 
@@ -357,7 +356,7 @@ def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor
 
 
 def _take(
-    x: Tensor, source: tuple[Tensor, int], values: Tensor, indices: Tensor,
+    x: Tensor, source: Rows, values: Tensor, indices: Tensor,
     rows: int, n: int, k: int, largest: bool,
 ) -> None:  # fmt: skip
     """Write the k largest entries of each row in the order of their places."""
@@ -379,20 +378,20 @@ def _take(
 
 
 def _launch_search(
-    keys: tuple[Tensor, int], source: tuple[Tensor, int], values: Tensor, indices: Tensor,
+    keys: Rows, source: Rows, values: Tensor, indices: Tensor,
     rows: int, n: int, length: int, parts: int, k: int, largest: bool,
 ) -> None:  # fmt: skip
     """Search rows of entries, or of what their parts found, and write the k largest."""
-    packed, part = keys[0] is not source[0], parts > 1
-    how = _search(length, k, keys[0].element_size())
+    packed, part = keys.pointer is not source.pointer, parts > 1
+    how = _search(length, k, keys.pointer.element_size())
     scratch = indices.new_empty(rows * parts * how.room)
     found = indices.new_empty(rows, parts * k) if part else indices
     launch(
         _search_rows, rows * parts,
-        *keys, *source, values, found, scratch, n, length, parts, k,
+        keys, source, values, found, scratch, n, length, parts, k,
         LARGEST=largest, PACKED=packed, PART=part,
         GROUPS=how.groups, NEAR=how.near, ROOM=how.room, LOOK=how.look, num_warps=how.warps,
     )  # fmt: skip
     if part:
         m = parts * k
-        _launch_search((found, m), source, values, indices, rows, m, m, 1, k, largest)
+        _launch_search(Rows(found, m), source, values, indices, rows, m, m, 1, k, largest)

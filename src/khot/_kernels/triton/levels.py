@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Values
+from khot._kernels.triton.arguments import Rows, Values
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import entries, place_rows
@@ -90,26 +90,24 @@ def _sampled(element, spacing, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _bracket(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, level_pointer, before_pointer, list_pointer,
-    n, count, room,
-    LARGEST: tl.constexpr, SAMPLE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
-    WHAT: tl.constexpr, LISTED: tl.constexpr,
+    x, k, level_pointer, before_pointer, list_pointer, n, count, room, LARGEST: tl.constexpr,
+    SAMPLE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, WHAT: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """LISTED says that it is not of the row but of the list, of which `before_pointer` has the state."""
     query = tl.program_id(0).to(tl.int64)
     level_pointer += query * STATE
-    at = x_pointer + query // count * x_stride
-    k = k_of(k_pointer, k_stride, k_high, k_low, query, query % count)
+    at = x.pointer + query // count * x.stride
+    own_k = k_of(*k, query, query % count)
     if LISTED:
         before_pointer += query * STATE
         at = list_pointer + query * 2 * room
         found = tl.load(before_pointer + 5)
-        wanted, bad = _wanted(before_pointer, k, n, WHAT)
-        k = (wanted - tl.load(before_pointer + 4)).to(tl.float64)
-        whole = (found < SAMPLE) | (found > room) | (k < 1) | (k > found) | bad
+        wanted, bad = _wanted(before_pointer, own_k, n, WHAT)
+        own_k = (wanted - tl.load(before_pointer + 4)).to(tl.float64)
+        whole = (found < SAMPLE) | (found > room) | (own_k < 1) | (own_k > found) | bad
         size, n = tl.where(whole, 0, found), tl.where(whole, SAMPLE, found)
     else:
-        k = tl.floor(k + 0.5)
+        own_k = tl.floor(own_k + 0.5)
     spacing = n // (SAMPLE // BLOCK)
     keys, places = (), ()
     for i in tl.static_range(PIECES):
@@ -122,7 +120,7 @@ def _bracket(
             key, place_ = key_of(tl.load(at + slot), LARGEST), slot
         keys = keys + (key,)  # type: ignore[assignment]  # noqa: RUF005
         places = places + (place_,)  # type: ignore[assignment]  # noqa: RUF005
-    share = (tl.where((k >= 1) & (k <= n), k, 1.0) / n).to(tl.float32)
+    share = (tl.where((own_k >= 1) & (own_k <= n), own_k, 1.0) / n).to(tl.float32)
     mean = share * SAMPLE
     margin = _MARGIN * tl.sqrt(mean * (1 - share)) + _MARGIN
     for lower in range(2):
@@ -269,15 +267,14 @@ def _tie_ends(given, low, high):
 
 @triton.jit(do_not_specialize=["count"])
 def _finish(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, level_pointer, list_pointer,
-    narrow_pointer, narrow_list, out_pointer, n, count, room, narrow_room,
+    x, k, level_pointer, list_pointer, narrow_pointer, narrow_list, out_pointer, n, count, room, narrow_room,
     LARGEST: tl.constexpr, WHAT: tl.constexpr, CHUNK: tl.constexpr, NARROWED: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     level_pointer += query * STATE
     above, found = tl.load(level_pointer + 4), tl.load(level_pointer + 5)
-    k = k_of(k_pointer, k_stride, k_high, k_low, query, query % count)
-    wanted, bad = _wanted(level_pointer, k, n, WHAT)
+    own_k = k_of(*k, query, query % count)
+    wanted, bad = _wanted(level_pointer, own_k, n, WHAT)
     left = wanted - above
     listed = (left >= 1) & (left <= found) & (found <= room)
     list_pointer += query * 2 * room
@@ -292,7 +289,7 @@ def _finish(
     size = tl.where(listed, found, n)
     size = tl.where((wanted == 0) | bad, 0, size)  # nothing to search
     slot = tl.arange(0, CHUNK)
-    row = x_pointer + query // count * x_stride
+    row = x.pointer + query // count * x.stride
     given = (list_pointer, room, row, size, listed, slot, LARGEST)
     low, high = _key_ends(given, LEAST + 1, GREATEST)
     level, reached = search(_reach_keys, _key_ends, given, low, high, size, left, True)
@@ -342,7 +339,7 @@ def _room(n: int, size: int, k: Values) -> int:
     return int(n / size * (ranks + 6 * math.sqrt(ranks))) // 16 * 16 + 16
 
 
-def level_of(x: Tensor, source: tuple[Tensor, int], k: int, rows: int, n: int, largest: bool) -> Tensor:
+def level_of(x: Tensor, source: Rows, k: int, rows: int, n: int, largest: bool) -> Tensor:
     """For each row STATE numbers, the first two of which are the level and the tie of its k largest entries,
     or of its k smallest ones; k is at least 1."""
     if n > longest():
@@ -359,7 +356,7 @@ def level_of(x: Tensor, source: tuple[Tensor, int], k: int, rows: int, n: int, l
 
 def levels(
     x: Tensor,
-    source: tuple[Tensor, int],
+    source: Rows,
     k: Values,
     queries: int,
     n: int,
@@ -382,7 +379,7 @@ def levels(
         "BLOCK": layout.SAMPLE_BLOCK, "WHAT": what.value, "num_warps": warps,
     }  # fmt: skip
     gather: dict[str, Any] = {"LARGEST": largest, "LANES": LANES, "num_warps": max(1, LANES // 32)}
-    launch(_bracket, queries, *source, *k, state, None, None, n, count, room, LISTED=False, **bracket)
+    launch(_bracket, queries, source, k, state, None, None, n, count, room, LISTED=False, **bracket)
     parts = cdiv(n, HELD * LANES)
     launch(
         _gather, queries * parts, *source, state, None, None, found, n, count, parts, 0, room,
@@ -393,7 +390,7 @@ def levels(
         middle = Values(None, 0, 0.5 * room, 0.0)  # where in its list what is wanted lies
         narrow, narrow_room = torch.empty_like(state), max(size, _room(room, size, middle))
         fewer = torch.empty(queries * 2 * narrow_room, dtype=torch.int32, device=x.device)
-        launch(_bracket, queries, *source, *k, narrow, state, found, n, count, room, LISTED=True, **bracket)
+        launch(_bracket, queries, source, k, narrow, state, found, n, count, room, LISTED=True, **bracket)
         near = VECTOR // 4  # keys and places have four bytes
         parts = cdiv(room, HELD * LANES)
         launch(
@@ -403,7 +400,7 @@ def levels(
         )  # fmt: skip
     launch(
         _finish, queries,
-        *source, *k, state, found, narrow, fewer, out, n, count, room, narrow_room,
+        source, k, state, found, narrow, fewer, out, n, count, room, narrow_room,
         LARGEST=largest, WHAT=what.value, CHUNK=layout.CHUNK, NARROWED=narrow is not None,
         num_warps=max(1, layout.CHUNK // 512),
     )  # fmt: skip

@@ -144,16 +144,15 @@ def _chord(falls, rises, hop, scale, here, column, begin, end, inner, sum_at):
 
 @triton.jit(do_not_specialize=["n", "parts", "steps"])
 def _project_long_rows(
-    z_pointer, z_stride, order_pointer, order_stride, w_pointer, w_stride, w_order_pointer, w_order_stride,
-    tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer, w_index_pointer, start_pointer,
-    after_pointer, left_pointer, sums_pointer, n, parts, steps, CHUNK: tl.constexpr,
+    z, order, w, w_order, tau, out_pointer, index_pointer, w_index_pointer, start_pointer, after_pointer,
+    left_pointer, sums_pointer, n, parts, steps, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    z_at, w_at = z_pointer + row * z_stride, w_pointer + row * w_stride
+    z_at, w_at = z.pointer + row * z.stride, w.pointer + row * w.stride
     begin_at, end_at = index_pointer + row * n, w_index_pointer + row * n
     before_at, after_at = start_pointer + row * n, after_pointer + row * n
     sum_at, left_at = sums_pointer + row * (n + 1), left_pointer + row * n
-    inverse, poison = inverse_tau(tau_pointer, tau_stride, tau_high, tau_low, row, row >= 0)
+    inverse, poison = inverse_tau(*tau, row, row >= 0)
     # a NaN comes first
     first_z, first_w = tl.load(z_at).to(tl.float32), tl.load(w_at).to(tl.float32)
     bad = (first_z != first_z) | (first_w != first_w)
@@ -237,11 +236,11 @@ def _project_long_rows(
         lowest = finite(tl.load(w_at + after - 1), ENDLESS_WEIGHT)
         y += tl.where(v_first >= ENDLESS_WEIGHT, float("inf"), 0.0)
         y -= tl.where(lowest <= -ENDLESS_WEIGHT, float("inf"), 0.0)
-        order = tl.load(order_pointer + row * order_stride + column, mask=valid, other=0)
-        w_order = tl.load(w_order_pointer + row * w_order_stride + column, mask=valid, other=0)
-        store(out_pointer + row * n + order, y + poison, valid)
-        tl.store(begin_at + column, order.to(tl.int32), mask=valid)
-        tl.store(end_at + column, w_order.to(tl.int32), mask=valid)
+        own_order = tl.load(order.pointer + row * order.stride + column, mask=valid, other=0)
+        own_w_order = tl.load(w_order.pointer + row * w_order.stride + column, mask=valid, other=0)
+        store(out_pointer + row * n + own_order, y + poison, valid)
+        tl.store(begin_at + column, own_order.to(tl.int32), mask=valid)
+        tl.store(end_at + column, own_w_order.to(tl.int32), mask=valid)
 
 
 KERNELS = (_project_long_rows,)
@@ -262,8 +261,8 @@ def project(z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     sums = z.new_empty(rows * (n + 1), dtype=torch.float64)
     launch(
         _project_long_rows, rows,
-        *(each for t in (scores, order, weights, w_order) for each in layout.rows(t.expand(z.shape), n)),
-        *layout.values(tau, z.shape[:-1], z.device), y, index, w_index, start, after, left, sums,
+        *(layout.rows(each.expand(z.shape), n) for each in (scores, order, weights, w_order)),
+        layout.values(tau, z.shape[:-1], z.device), y, index, w_index, start, after, left, sums,
         n, cdiv(n, CHUNK), (n - 1).bit_length(), CHUNK=CHUNK, num_warps=WARPS, **layout.registers(),
     )  # fmt: skip
     return y, index, w_index, start

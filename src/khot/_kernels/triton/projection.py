@@ -19,6 +19,7 @@ from torch import Tensor
 
 from khot._kernels.reference import permutahedron as reference
 from khot._kernels.triton import layout, row_sort
+from khot._kernels.triton.arguments import Blocks, Projected, Rows
 from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
@@ -149,9 +150,7 @@ def _start_before(stop_at, begin, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "n", "parts", "length", "half"])
 def _project(
-    z_pointer, order_pointer, w_pointer, w_stride, w_order_pointer, w_order_stride, tau_pointer, tau_stride,
-    out_pointer, index_pointer, w_index_pointer, start_pointer, stop_pointer, scratch_pointer,
-    rows, n, parts, length, half,
+    z_pointer, order_pointer, w, w_order, tau, to, scratch_pointer, rows, n, parts, length, half,
     BEGIN: tl.constexpr, WRITE: tl.constexpr, KL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A part of a row: starts with blocks of one place (BEGIN); joins halves of `half` places, of twice as
@@ -159,27 +158,27 @@ def _project(
     row, part = place(parts)
     begin = part * length
     end = begin + tl.minimum(length, n - begin)
-    z_at, weight_at = z_pointer + row * n, w_pointer + row * w_stride
-    first_at, stop_at = start_pointer + row * n, stop_pointer + row * n
+    z_at, weight_at = z_pointer + row * n, w.pointer + row * w.stride
+    first_at, stop_at = to.start + row * n, to.stop + row * n
     # u, w, and one or two sums, row after row
     size = rows.to(tl.int64) * n
     u_at = scratch_pointer + row * n
     w_at, sums_at = u_at + size, u_at + 2 * size
     more_at = sums_at + size if KL else sums_at
-    tau = tl.load(tau_pointer + row * tau_stride).to(tl.float64)
-    tau = tl.where((tau > 0) & (tau < float("inf")), tau, float("nan"))
+    own_tau = tl.load(tau.pointer + row * tau.stride).to(tl.float64)
+    own_tau = tl.where((own_tau > 0) & (own_tau < float("inf")), own_tau, float("nan"))
     # a NaN comes first
     largest, heaviest = double(tl.load(z_at)), double(tl.load(weight_at))
-    bad = tl.where((largest != largest) | (heaviest != heaviest) | (tau != tau), 1, 0)
+    bad = tl.where((largest != largest) | (heaviest != heaviest) | (own_tau != own_tau), 1, 0)
     lane = tl.arange(0, WIDTH)
     if BEGIN:
         for at in range(begin, end, WIDTH):
             here = at + lane
             there = here < end
-            u = score(double(tl.load(z_at + here, mask=there, other=0.0)), tau)
-            w = bounded(double(tl.load(weight_at + here, mask=there, other=0.0)), FAR_WEIGHT)
+            u = score(double(tl.load(z_at + here, mask=there, other=0.0)), own_tau)
+            weight = bounded(double(tl.load(weight_at + here, mask=there, other=0.0)), FAR_WEIGHT)
             tl.store(u_at + here, u, mask=there)
-            tl.store(w_at + here, w, mask=there)
+            tl.store(w_at + here, weight, mask=there)
             tl.store(first_at + here, here, mask=there)
             tl.store(stop_at + here, here + 1, mask=there)
         tl.debug_barrier()
@@ -209,21 +208,21 @@ def _project(
             last = tl.max(first)
             stop = tl.load(stop_at + first, mask=there, other=0)
             a, b = _block(sums_at, more_at, first, stop, there, KL)
-            w = tl.load(w_at + first, mask=there, other=0.0)
+            weight = tl.load(w_at + first, mask=there, other=0.0)
             y = tl.load(u_at + here, mask=there, other=0.0) - tl.load(u_at + first, mask=there, other=0.0)
-            y = y - _value(a, b, tl.maximum(stop - first, 1), KL) + w
+            y = y - _value(a, b, tl.maximum(stop - first, 1), KL) + weight
             # an infinite w makes the mean of its block infinite, and two of opposite signs leave no mean
-            lowest = w
+            lowest = weight
             if not KL:
                 lowest = tl.load(w_at + stop - 1, mask=there, other=0.0)
-            y += tl.where(w >= FAR_WEIGHT, float("inf"), 0.0)
+            y += tl.where(weight >= FAR_WEIGHT, float("inf"), 0.0)
             y -= tl.where(lowest <= -FAR_WEIGHT, float("inf"), 0.0)
             y = tl.where(bad > 0, float("nan"), y)
             order = tl.load(order_pointer + row * n + here, mask=there, other=0)
-            w_order = tl.load(w_order_pointer + row * w_order_stride + here, mask=there, other=0)
-            store(out_pointer + row * n + order, y, there)
-            tl.store(index_pointer + row * n + here, order.to(tl.int32), mask=there)
-            tl.store(w_index_pointer + row * n + here, w_order.to(tl.int32), mask=there)
+            w_place = tl.load(w_order.pointer + row * w_order.stride + here, mask=there, other=0)
+            store(to.out + row * n + order, y, there)
+            tl.store(to.order + row * n + here, order.to(tl.int32), mask=there)
+            tl.store(to.w_order + row * n + here, w_place.to(tl.int32), mask=there)
             tl.store(first_at + here, first, mask=there)
 
 
@@ -291,27 +290,24 @@ def _of_all_parts(totals_at, heads_at, start_at, key, parts, length, PARTS: tl.c
 
 @triton.jit(do_not_specialize=["rows", "n", "parts", "length"])
 def _pull(
-    grad_pointer, grad_row, grad_column, z_pointer, z_stride, w_pointer, w_row, w_column,
-    tau_pointer, tau_stride, order_pointer, w_order_pointer, start_pointer, totals_pointer, heads_pointer,
-    dz_pointer, dw_pointer, dtau_pointer, rows, n, parts, length,
-    SUM: tl.constexpr, WRITE: tl.constexpr, KL: tl.constexpr, WANT_W: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    grad, z, w, tau, blocks, to, rows, n, parts, length, SUM: tl.constexpr, WRITE: tl.constexpr,
+    KL: tl.constexpr, WANT_W: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A part of a row: sums over its blocks (SUM), and the gradients from these (WRITE)."""
     row, part = place(parts)
     begin = part * length
     end = begin + tl.minimum(length, n - begin)
-    start_at = start_pointer + row * n
-    tau = tl.load(tau_pointer + row * tau_stride).to(tl.float64)
+    start_at = blocks.start + row * n
+    own_tau = tl.load(tau.pointer + row * tau.stride).to(tl.float64)
     given = (
-        grad_pointer + row * grad_row, grad_column, z_pointer + row * z_stride, w_pointer + row * w_row,
-        w_column, order_pointer + row * n, w_order_pointer + row * n, start_at, tau,
+        grad.pointer + row * grad.row, grad.column, z.pointer + row * z.stride, w.pointer + row * w.row,
+        w.column, blocks.order + row * n, blocks.w_order + row * n, start_at, own_tau,
     )  # fmt: skip
     # three sums after another: of g, and of the two counts
-    g_at = totals_pointer + row * n
+    g_at = blocks.totals + row * n
     p_at = g_at + rows.to(tl.int64) * n
     q_at = p_at
-    g_heads = heads_pointer + row * parts
+    g_heads = blocks.heads + row * parts
     p_heads = g_heads + rows.to(tl.int64) * parts
     q_heads = p_heads
     THIRD: tl.constexpr = KL and WANT_W
@@ -321,9 +317,9 @@ def _pull(
     lane = tl.arange(0, WIDTH)
     if SUM:
         last = begin * 0 - 1
-        last_g = tau * 0
-        last_p = tau * 0
-        last_q = tau * 0
+        last_g = own_tau * 0
+        last_p = own_tau * 0
+        last_q = own_tau * 0
         for at in range(begin, end, WIDTH):
             here = at + lane
             there = here < end
@@ -365,7 +361,7 @@ def _pull(
         for at in range(begin, end, WIDTH):
             here = at + lane
             there = here < end
-            first, order, g, p, q, a, z, w = _linear(given, here, there, KL, WANT_W)
+            first, order, g, p, q, a, score, weight = _linear(given, here, there, KL, WANT_W)
             total = tl.load(g_at + first, mask=there, other=0.0)
             p_total = tl.load(p_at + first, mask=there, other=1.0)
             q_total = tl.load(q_at + first, mask=there, other=1.0)
@@ -374,13 +370,13 @@ def _pull(
                 total = tl.where(in_head, g_head, tl.where(in_tail, g_tail, total))
                 p_total = tl.where(in_head, p_head, tl.where(in_tail, p_tail, p_total))
                 q_total = tl.where(in_head, q_head, tl.where(in_tail, q_tail, q_total))
-            du = tl.where(tl.abs(z) == float("inf"), 0.0, (g - p / p_total * total) / tau)
+            du = tl.where(tl.abs(score) == float("inf"), 0.0, (g - p / p_total * total) / own_tau)
             dtau -= du * a
-            store(dz_pointer + row * n + order, du, there)
+            store(to.dz + row * n + order, du, there)
             if WANT_W:
-                dw = tl.where(tl.abs(w) >= FAR_WEIGHT, 0.0, q / q_total * total)
-                store(dw_pointer + row * n + _places(given[6], here, there), dw, there)
-        tl.store(dtau_pointer + row * parts + part, tl.sum(dtau))
+                dw = tl.where(tl.abs(weight) >= FAR_WEIGHT, 0.0, q / q_total * total)
+                store(to.dw + row * n + _places(given[6], here, there), dw, there)
+        tl.store(to.dtau + row * parts + part, tl.sum(dtau))
 
 
 # -------------------------------------------------------------------------------------- the host
@@ -419,8 +415,9 @@ def permutahedron(
     index, w_index, start, stop = (z.new_empty(z.shape, dtype=torch.int32) for _ in range(4))
     scratch = z.new_empty((3 + kl, rows, n), dtype=torch.float64)
     given = (
-        scores, order, *layout.rows(weights.expand(z.shape), n), *layout.rows(w_order.expand(z.shape), n),
-        *layout.numbers(tau, z.shape[:-1], z.device), y, index, w_index, start, stop, scratch, rows, n,
+        scores, order, layout.rows(weights.expand(z.shape), n), layout.rows(w_order.expand(z.shape), n),
+        Rows(*layout.numbers(tau, z.shape[:-1], z.device)), Blocks(y, index, w_index, start, stop), scratch,
+        rows, n,
     )  # fmt: skip
     which = {"KL": kl, **_width(n)}
     parts, length = _parts(rows, n)
@@ -450,10 +447,13 @@ def permutahedron_backward(
     many = 2 + (kl and want_w)
     totals = z.new_empty((many, rows, n), dtype=torch.float64)
     heads, dtau = totals.new_empty(many, rows, parts), totals.new_empty(rows, parts)
+    blocks = Blocks(
+        None, order.contiguous(), w_order.contiguous(), start.contiguous(), totals=totals, heads=heads
+    )
     given = (
-        *layout.matrix(grad, z), *layout.rows(z, n), *layout.matrix(w, z),
-        *layout.numbers(tau, z.shape[:-1], z.device), order.contiguous(), w_order.contiguous(),
-        start.contiguous(), totals, heads, dz, dw, dtau, rows, n, parts, length,
+        layout.matrix(grad, z), layout.rows(z, n), layout.matrix(w, z),
+        Rows(*layout.numbers(tau, z.shape[:-1], z.device)), blocks, Projected(dz, dw, dtau),
+        rows, n, parts, length,
     )  # fmt: skip
     which = {
         "KL": kl, "WANT_W": want_w, "PARTS": next_power_of_2(parts), **_width(n),

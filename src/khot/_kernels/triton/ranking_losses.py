@@ -16,6 +16,7 @@ from torch import Tensor
 
 from khot._kernels.reference import ranking_losses as reference
 from khot._kernels.triton import layout, ranks, row_sort
+from khot._kernels.triton.arguments import Matrix, Rows
 from khot._kernels.triton.fast import LN2, store, total, wide
 from khot._kernels.triton.laplace import laplace_count
 from khot._kernels.triton.launch import launch
@@ -72,27 +73,26 @@ def _counted_gains(best, place, k, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _ndcg(
-    rank_pointer, gain_pointer, gain_row, gain_column, x_pointer, x_stride, best_pointer,
-    cut_pointer, cut_row, cut_column, k_pointer, k_stride, loss_pointer, counted_pointer, weight_pointer,
-    rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    rank_pointer, gain, x, best_pointer, cut, k, loss_pointer, counted_pointer, weight_pointer, rows, n,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
-    K: tl.constexpr = k_pointer is not None
+    K: tl.constexpr = k.pointer is not None
     row, there = place_rows(rows, TOGETHER)
-    k = tl.load(k_pointer + row * k_stride, mask=there, other=0.0).to(tl.float32) if K else row.to(tl.float32)
-    k = wide(k, TOGETHER)
+    own_k = row.to(tl.float32)
+    if K:
+        own_k = tl.load(k.pointer + row * k.stride, mask=there, other=0.0).to(tl.float32)
+    own_k = wide(own_k, TOGETHER)
     if best_pointer is None:
         column = tl.arange(0, WIDTH)
         valid = inside(there, column, n, TOGETHER, EXACT)
-        gain = _gains(
-            gain_pointer, gain_row, gain_column, x_pointer, x_stride, row, column, valid, TOGETHER
-        )  # fmt: skip
-        top = tl.max(gain, axis=AXIS)
+        own_gain = _gains(*gain, x.pointer, x.stride, row, column, valid, TOGETHER)
+        top = tl.max(own_gain, axis=AXIS)
         # of a NaN, which the maximum may leave out, a negative number and an infinite one
-        wrong = tl.sum(tl.where((gain >= 0) & (gain < float("inf")), 0.0, 1.0), axis=AXIS)
-        best = tl.sort(gain * wide(_scale(top), TOGETHER), descending=True)
+        wrong = tl.sum(tl.where((own_gain >= 0) & (own_gain < float("inf")), 0.0, 1.0), axis=AXIS)
+        best = tl.sort(own_gain * wide(_scale(top), TOGETHER), descending=True)
         place = column.to(tl.float32) if TOGETHER == 1 else column[None, :].to(tl.float32)
-        ideal = tl.sum(_counted_gains(best, place, k, K), axis=AXIS)
+        ideal = tl.sum(_counted_gains(best, place, own_k, K), axis=AXIS)
     else:
         top, least = tl.load(best_pointer + row * n), tl.load(best_pointer + row * n + n - 1)
         top, least = top.to(tl.float32), least.to(tl.float32)
@@ -101,7 +101,7 @@ def _ndcg(
         for start in range(0, n, WIDTH):
             column = start + tl.arange(0, WIDTH)
             best = tl.load(best_pointer + row * n + column, mask=column < n, other=0).to(tl.float32)
-            sums += _counted_gains(best * _scale(top), column.to(tl.float32), k, K)
+            sums += _counted_gains(best * _scale(top), column.to(tl.float32), own_k, K)
         ideal = tl.sum(sums, axis=0)
     ideal = tl.where(wrong > 0, float("nan"), ideal)
     counted = ideal != 0
@@ -111,14 +111,12 @@ def _ndcg(
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         valid = inside(there, column, n, TOGETHER, EXACT)
-        gain = _gains(
-            gain_pointer, gain_row, gain_column, x_pointer, x_stride, row, column, valid, TOGETHER
-        )  # fmt: skip
+        own_gain = _gains(*gain, x.pointer, x.stride, row, column, valid, TOGETHER)
         at = entries(row, n, column, TOGETHER)
-        weight = (gain * scale) * over_ideal
+        weight = (own_gain * scale) * over_ideal
         tl.store(weight_pointer + at, weight, mask=valid)
-        if cut_pointer is not None:
-            cuts = cut_pointer + entries(row, cut_row, column.to(tl.int64) * cut_column, TOGETHER)
+        if cut.pointer is not None:
+            cuts = cut.pointer + entries(row, cut.row, column.to(tl.int64) * cut.column, TOGETHER)
             weight *= tl.load(cuts, mask=valid, other=0.0).to(tl.float32)
         rank = tl.load(rank_pointer + at, mask=valid, other=1.0)
         loss -= tl.sum(tl.where(valid, weight / tl.log2(1 + rank), 0.0), axis=AXIS)
@@ -258,15 +256,15 @@ def ndcg_loss(
     counted, weight = rank.new_empty(batch, dtype=torch.bool), rank.new_empty(rank.shape)
     launch(
         _ndcg, _programs(rank, which),
-        rank.contiguous(), *layout.matrix(relevance, rank), *layout.rows(x, n), best, *_cut(cut, rank),
-        *((None, 0) if k is None else layout.numbers(k, batch, x.device)), loss, counted, weight,
+        rank.contiguous(), layout.matrix(relevance, rank), layout.rows(x, n), best, _cut(cut, rank),
+        Rows(*((None, 0) if k is None else layout.numbers(k, batch, x.device))), loss, counted, weight,
         batch.numel(), n, **which,
     )  # fmt: skip
     return loss, counted, weight
 
 
-def _cut(cut: Tensor | None, rank: Tensor) -> tuple[Tensor | None, int, int]:
-    return (None, 0, 0) if cut is None else layout.matrix(cut, rank)
+def _cut(cut: Tensor | None, rank: Tensor) -> Matrix:
+    return Matrix(None, 0, 0) if cut is None else layout.matrix(cut, rank)
 
 
 def ndcg_loss_backward(

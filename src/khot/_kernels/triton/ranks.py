@@ -25,7 +25,7 @@ from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
 from khot._kernels.triton import layout, native, row_sort
-from khot._kernels.triton.arguments import Values
+from khot._kernels.triton.arguments import Matrix, Rows, Values
 from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
 from khot._kernels.triton.launch import launch, variant
 from khot._kernels.triton.resident import entries, inside, place_rows
@@ -213,28 +213,26 @@ def nan_of(x, AXIS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rank_rows(
-    x_pointer, x_stride, value_pointer, value_row, value_column, tau_pointer, tau_stride, tau_high, tau_low,
-    out_pointer, index_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
-    KIND: tl.constexpr, DESCENDING: tl.constexpr,
+    x, value, tau, out_pointer, index_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    EXACT: tl.constexpr, DOUBLES: tl.constexpr, KIND: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """Ranks of the scores x; places in the order of other values, without the entries whose score is −inf."""
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     valid = inside(there, column, n, TOGETHER, EXACT)
-    x = tl.load(x_pointer + entries(row, x_stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
-    value, taken = x, valid
+    held = tl.load(x.pointer + entries(row, x.stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
+    own_value, taken = held, valid
     if KIND != RANK:
-        taken = tl.where(x > float("-inf"), valid, x != x)
+        taken = tl.where(held > float("-inf"), valid, held != held)
     if KIND == PLACE:
-        at = value_pointer + entries(row, value_row, column.to(tl.int64) * value_column, TOGETHER)
-        value = tl.load(at, mask=taken, other=0).to(tl.float32)
-        c, poison = row.to(tl.float32) * 0, nan_of(value, AXIS)
+        at = value.pointer + entries(row, value.row, column.to(tl.int64) * value.column, TOGETHER)
+        own_value = tl.load(at, mask=taken, other=0).to(tl.float32)
+        c, poison = row.to(tl.float32) * 0, nan_of(own_value, AXIS)
     else:
-        tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
-        c, poison = 1 / tau * LOG2E, poison + nan_of(x, AXIS)
-    y, order = sorted_rows(value, column, taken, TOGETHER, DOUBLES)
+        own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, there)
+        c, poison = 1 / own_tau * LOG2E, poison + nan_of(held, AXIS)
+    y, order = sorted_rows(own_value, column, taken, TOGETHER, DOUBLES)
     zero, place, count = tl.zeros_like(y), across((column + 1).to(tl.float32), TOGETHER), n
     one = tl.where(valid, 1.0, zero)
     if KIND != RANK:  # the entries that take part come first
@@ -255,10 +253,8 @@ def _rank_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _pull_ranks(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
-    index_pointer, dx_pointer, dtau_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr,
-    DESCENDING: tl.constexpr,
+    grad, x, tau, index_pointer, dx_pointer, dtau_pointer, rows, n, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """∂r/∂x is symmetric: dL/dx_i = Σ_j f_ij (v_j − v_i)/τ. Across the gap between two neighbours flows what
     the entries on either side pull the others, a product of their sums, and −dL/dτ = Σ gap/τ · flow: no sum
@@ -269,25 +265,25 @@ def _pull_ranks(
     valid = inside(there, column, n, TOGETHER, EXACT)
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     order = tl.load(index_pointer + at, mask=valid, other=0).to(tl.int64)
-    sources = x_pointer + wide(row * x_stride, TOGETHER)
-    x = tl.load(sources + order, mask=valid, other=0.0).to(tl.float32)
-    grads = grad_pointer + wide(row * grad_row, TOGETHER)
-    v = tl.load(grads + order * grad_column, mask=valid, other=0.0).to(tl.float32)
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
-    poison += nan_of(x, AXIS)
-    free = tl.where(tl.abs(x) == float("inf"), False, valid)
-    y, zero = finite(x), tl.zeros_like(x)
-    v, one, c = tl.where(free, v, 0.0), tl.where(free, 1.0, zero), zero + wide(1 / tau * LOG2E, TOGETHER)
+    sources = x.pointer + wide(row * x.stride, TOGETHER)
+    held = tl.load(sources + order, mask=valid, other=0.0).to(tl.float32)
+    grads = grad.pointer + wide(row * grad.row, TOGETHER)
+    v = tl.load(grads + order * grad.column, mask=valid, other=0.0).to(tl.float32)
+    own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, there)
+    poison += nan_of(held, AXIS)
+    free = tl.where(tl.abs(held) == float("inf"), False, valid)
+    y, zero = finite(held), tl.zeros_like(held)
+    v, one, c = tl.where(free, v, 0.0), tl.where(free, 1.0, zero), zero + wide(1 / own_tau * LOG2E, TOGETHER)
     _, _, _, up, w_up = tl.associative_scan((y, c, v, one, zero), AXIS, _differences)
     _, _, _, down, w_down = tl.associative_scan((y, c, v, one, zero), AXIS, _differences, reverse=True)
-    half = (0.5 if DESCENDING else -0.5) / tau
+    half = (0.5 if DESCENDING else -0.5) / own_tau
     dx = tl.where(free, (w_up + w_down) * wide(half, TOGETHER) + wide(poison, TOGETHER), 0.0)
     tl.store(dx_pointer + base + order, dx.to(dx_pointer.dtype.element_ty), mask=valid)
     if ASKED:
         later = valid & across(column + 1 < n, TOGETHER)
         after = tl.load(index_pointer + at + 1, mask=later, other=0).to(tl.int64)
         after = tl.load(sources + after, mask=later, other=0.0).to(tl.float32)
-        gap = tl.minimum((y - finite(after)) * wide(1 / tau, TOGETHER), FAR)
+        gap = tl.minimum((y - finite(after)) * wide(1 / own_tau, TOGETHER), FAR)
         flow = tl.where(free & later, up * w_down - w_up * (down - 1), 0.0)
         dtau = -half * tl.sum(tl.where(flow == 0, 0.0, gap * flow), axis=AXIS)
         tl.store(dtau_pointer + row, (dtau + poison).to(tl.float64), mask=there)
@@ -320,8 +316,7 @@ def _values(y_at, column, first, n, count, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts"])
 def _rank_long_rows(
-    y_pointer, order_pointer, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer,
-    index_pointer, sums_pointer, note_pointer, n, parts,
+    y_pointer, order_pointer, x, tau, out_pointer, index_pointer, sums_pointer, note_pointer, n, parts,
     CHUNK: tl.constexpr, KIND: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """y are the sorted values, in which −inf stands for entries that take no part; x are the scores. With
@@ -333,15 +328,15 @@ def _rank_long_rows(
     if KIND == PLACE:
         c = poison * 0
     else:
-        tau, bad = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
-        c, poison = 1 / tau * LOG2E, poison + bad
+        own_tau, bad = temperature(tau.pointer, tau.stride, tau.high, row, row >= 0)
+        c, poison = 1 / own_tau * LOG2E, poison + bad
     count = n
     if KIND != RANK:
         found = tl.zeros((CHUNK,), tl.int32)
         for part in range(parts):
             column = part * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=float("-inf"))
-            found += tl.where(x.to(tl.float32) == float("-inf"), 0, 1)
+            held = tl.load(x.pointer + row * x.stride + column, mask=column < n, other=float("-inf"))
+            found += tl.where(held.to(tl.float32) == float("-inf"), 0, 1)
         count = tl.sum(found, axis=0)
     zero = poison * 0
     m, s, y_below = zero, zero, zero
@@ -377,8 +372,8 @@ def _rank_long_rows(
             rank = tl.where(one > 0, rank, 0.0)
         if KIND == PLACE:  # the last values may be those of entries that take part, and of others
             last = valid & (y == float("-inf"))
-            x = tl.load(x_pointer + row * x_stride + order, mask=last, other=0.0).to(tl.float32)
-            rank = tl.where(x == float("-inf"), 0.0, rank)
+            held = tl.load(x.pointer + row * x.stride + order, mask=last, other=0.0).to(tl.float32)
+            rank = tl.where(held == float("-inf"), 0.0, rank)
         if sums_pointer is None:
             tl.store(out_pointer + row * n + order, rank.to(out_pointer.dtype.element_ty), mask=valid)
         else:
@@ -405,24 +400,23 @@ def _scored(index_at, x_at, grad_at, grad_column, column, valid):
 
 @triton.jit(do_not_specialize=["parts"])
 def _pull_long_ranks(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
-    index_pointer, dx_pointer, dtau_pointer, note_pointer, n, parts,
-    CHUNK: tl.constexpr, ASKED: tl.constexpr, DESCENDING: tl.constexpr,
+    grad, x, tau, index_pointer, dx_pointer, dtau_pointer, note_pointer, n, parts, CHUNK: tl.constexpr,
+    ASKED: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_pull_ranks`."""
     row = tl.program_id(0).to(tl.int64)
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
+    own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, row >= 0)
     index_at, note_at = index_pointer + row * n, note_pointer + row * parts * 4
-    x_at, grad_at = x_pointer + row * x_stride, grad_pointer + row * grad_row
+    x_at, grad_at = x.pointer + row * x.stride, grad.pointer + row * grad.row
     first = tl.load(x_at + tl.load(index_at).to(tl.int64)).to(tl.float32)  # a NaN would be here
     poison += tl.where(first == first, 0.0, first)
-    c, s, half = 1 / tau * LOG2E, tau * 0, (0.5 if DESCENDING else -0.5) / tau
+    c, s, half = 1 / own_tau * LOG2E, own_tau * 0, (0.5 if DESCENDING else -0.5) / own_tau
     y_below, v_below, w = s, s, s
     for i in range(1, parts):
         part = parts - i
         column = part * CHUNK + tl.arange(0, CHUNK)
-        _, _, y, one, v = _scored(index_at, x_at, grad_at, grad_column, column, column < n)
-        _, _, top, _, top_v = _scored(index_at, x_at, grad_at, grad_column, part * CHUNK, row >= 0)
+        _, _, y, one, v = _scored(index_at, x_at, grad_at, grad.column, column, column < n)
+        _, _, top, _, top_v = _scored(index_at, x_at, grad_at, grad.column, part * CHUNK, row >= 0)
         near = tl.exp2(-tl.abs(top - y) * c) * one
         s_near, w_near = total((near, near * (v - top_v)), 1)
         decay = tl.exp2(-tl.abs(top - y_below) * c)
@@ -434,11 +428,11 @@ def _pull_long_ranks(
         tl.store(note_at + part * 4 + 2, s)
         tl.store(note_at + part * 4 + 3, w)
     tl.debug_barrier()
-    y_above, v_above, s_above, w_above, dtau = tau * 0, tau * 0, tau * 0, tau * 0, tau * 0
+    y_above, v_above, s_above, w_above, dtau = own_tau * 0, own_tau * 0, own_tau * 0, own_tau * 0, own_tau * 0
     for part in range(parts):
         column = part * CHUNK + tl.arange(0, CHUNK)
         valid = column < n
-        order, _, y, one, v = _scored(index_at, x_at, grad_at, grad_column, column, valid)
+        order, _, y, one, v = _scored(index_at, x_at, grad_at, grad.column, column, valid)
         zero = tl.zeros_like(y)
         given = (y, zero + c, v, one, zero)
         _, _, _, up, w_up = tl.associative_scan(given, 0, _differences)
@@ -461,7 +455,7 @@ def _pull_long_ranks(
             after = tl.load(index_at + column + 1, mask=later, other=0).to(tl.int64)
             after = finite(tl.load(x_at + after, mask=later, other=0.0).to(tl.float32))
             flow = tl.where(later, (up * w_down - w_up * (down - 1)) * one, 0.0)
-            gap = tl.minimum((y - after) * (1 / tau), FAR)
+            gap = tl.minimum((y - after) * (1 / own_tau), FAR)
             dtau -= half * tl.sum(tl.where(flow == 0, 0.0, gap * flow), axis=0)
         y_above, v_above, s_above, w_above = entries_of((y, v, up, w_up), column, (part + 1) * CHUNK - 1)
     if ASKED:
@@ -516,7 +510,7 @@ def sorted_sums(y: Tensor, order: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     parts, room = notes(y, 3)
     launch(
         _rank_long_rows, y.numel() // n,
-        y, order, y, n, *layout.values(tau, y.shape[:-1], y.device), None, index, sums, room, n, parts,
+        y, order, Rows(y, n), layout.values(tau, y.shape[:-1], y.device), None, index, sums, room, n, parts,
         CHUNK=CHUNK, KIND=RANK.value, DESCENDING=True, num_warps=WARPS,
     )  # fmt: skip
     return sums, order if index is None else index
@@ -540,7 +534,7 @@ def _rank(
     """Writes the ranks, and gives the order of the entries, unless they are places."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows = batch.numel()
-    scores, stride = layout.rows(x, n)
+    scores = layout.rows(x, n)
     scale = Values(None, 0, 1.0, 0.0) if tau is None else layout.values(tau, batch, x.device)
     if n > RANKED:
         keys = x if value is None else torch.where(x == -math.inf, -math.inf, value)
@@ -549,19 +543,19 @@ def _rank(
         parts, room = notes(x, 3)
         launch(
             _rank_long_rows, rows,
-            y, order, scores, stride, *scale, out, index, None, room, n, parts,
+            y, order, scores, scale, out, index, None, room, n, parts,
             CHUNK=CHUNK, KIND=kind, DESCENDING=descending, num_warps=WARPS,
         )  # fmt: skip
         return order if index is None else index
     which = tile(n)
     index = None if kind == PLACE.value else x.new_empty(x.shape, dtype=torch.int32)
-    given = (None, 0, 0) if value is None else layout.matrix(value, x)
+    given = Matrix(None, 0, 0) if value is None else layout.matrix(value, x)
     which |= {"DOUBLES": layout.compares_doubles(x.device), "KIND": kind, "DESCENDING": descending}
     ranker = variant(_rank_rows, **which)
-    programs, arguments = cdiv(rows, which["TOGETHER"]), (scores, stride, *given, *scale, out, index, rows, n)
+    programs, arguments = cdiv(rows, which["TOGETHER"]), (scores, given, scale, out, index, rows, n)
     ranker(programs, *arguments)
     if kind == RANK.value:
-        native.prepare("soft_rank", scores, ranker, programs, arguments, *choices(descending))
+        native.prepare("soft_rank", scores.pointer, ranker, programs, arguments, *choices(descending))
     return index
 
 
@@ -571,10 +565,8 @@ def laplace_rank_backward(
     """The gradients in x and τ; that of τ holds anything unless it is wanted."""
     batch, n = x.shape[:-1], x.shape[-1]
     rows, dx, dtau = batch.numel(), x.new_empty(x.shape), x.new_empty(batch, dtype=torch.float64)
-    given = (
-        *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device),
-        order.contiguous(), dx, dtau,
-    )  # fmt: skip
+    source, scale = layout.rows(x, n), layout.values(tau, batch, x.device)
+    given = layout.matrix(grad, x), source, scale, order.contiguous(), dx, dtau
     if n > RANKED:
         parts, room = notes(x, 4)
         launch(
@@ -587,7 +579,8 @@ def laplace_rank_backward(
     programs = cdiv(rows, which["TOGETHER"])
     puller(programs, *given, rows, n)
     known: dict[str, Any] = {"backward": True, "asked": want_tau}
-    native.prepare("soft_rank", given[3], puller, programs, (*given, rows, n), *choices(descending), **known)
+    arguments = (*given, rows, n)
+    native.prepare("soft_rank", source.pointer, puller, programs, arguments, *choices(descending), **known)
     return dx, dtau
 
 

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.triton import layout, ranks
+from khot._kernels.triton.arguments import Blocks, Projected
 from khot._kernels.triton.fast import LOG2E, double, reciprocal, store, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import add2, bounded, greater
@@ -248,24 +249,21 @@ def steepest(
 
 @triton.jit(do_not_specialize=["rows"])
 def _project_rows(
-    z_pointer, z_stride, w_pointer, w_row, w_column, tau_pointer, tau_stride, tau_high, tau_low,
-    out_pointer, index_pointer, w_index_pointer, start_pointer, held_pointer, left_pointer, sums_pointer,
-    rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
-    STEPS: tl.constexpr, KL: tl.constexpr,
+    z, w, tau, to, held_pointer, left_pointer, sums_pointer, rows, n, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr, STEPS: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     valid = inside(there, column, n, TOGETHER, EXACT)
-    z_at = z_pointer + entries(row, z_stride, column, TOGETHER)
-    z, order, poison = _in_order(z_at, 1, column, valid, n, TOGETHER, DOUBLES)
-    w_at = w_pointer + entries(row, w_row, column.to(tl.int64) * w_column, TOGETHER)
-    w, w_order, bad = _in_order(w_at, w_column, column, valid, n, TOGETHER, DOUBLES)
+    z_at = z.pointer + entries(row, z.stride, column, TOGETHER)
+    score, order, poison = _in_order(z_at, 1, column, valid, n, TOGETHER, DOUBLES)
+    w_at = w.pointer + entries(row, w.row, column.to(tl.int64) * w.column, TOGETHER)
+    weight, w_order, bad = _in_order(w_at, w.column, column, valid, n, TOGETHER, DOUBLES)
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
-    tl.store(index_pointer + at, order, mask=valid)
-    tl.store(w_index_pointer + at, w_order, mask=valid)
-    inverse, worse = inverse_tau(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    tl.store(to.order + at, order, mask=valid)
+    tl.store(to.w_order + at, w_order, mask=valid)
+    inverse, worse = inverse_tau(*tau, row, there)
     inverse, poison = wide(inverse, TOGETHER), wide(poison + bad + worse, TOGETHER)
 
     i = tl.where(valid, across(column, TOGETHER), n)
@@ -274,7 +272,7 @@ def _project_rows(
     before_at, after_at = left_pointer + mine * (2 * n), left_pointer + mine * (2 * n) + n
     # with room for places that no row has, which count nothing
     sum_at, size = sums_pointer + mine * (n + 1) + WIDTH, rows.to(tl.int64) * (n + 1) + 3 * WIDTH
-    u, v = finite(z, ENDLESS) * tl.maximum(inverse, LEAST), finite(w, ENDLESS_WEIGHT)
+    u, v = finite(score, ENDLESS) * tl.maximum(inverse, LEAST), finite(weight, ENDLESS_WEIGHT)
     tl.store(u_at + i, u, mask=valid)
     tl.store(v_at + i, v, mask=valid)
     begin, end = i * 0, i * 0 + n
@@ -366,18 +364,15 @@ def _project_rows(
     y += tl.where(v_first >= ENDLESS_WEIGHT, float("inf"), 0.0)
     y -= tl.where(lowest <= -ENDLESS_WEIGHT, float("inf"), 0.0)
     y = (y + poison).to(tl.float32)
-    order = tl.load(index_pointer + at, mask=valid, other=0)
-    tl.store(out_pointer + base + order, y.to(out_pointer.dtype.element_ty), mask=valid)
-    tl.store(start_pointer + at, first, mask=valid)
+    order = tl.load(to.order + at, mask=valid, other=0)
+    tl.store(to.out + base + order, y.to(to.out.dtype.element_ty), mask=valid)
+    tl.store(to.start + at, first, mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _pull_rows(
-    grad_pointer, grad_row, grad_column, z_pointer, z_stride, w_pointer, w_row, w_column,
-    tau_pointer, tau_stride, tau_high, tau_low, order_pointer, w_order_pointer, start_pointer,
-    dz_pointer, dw_pointer, dtau_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, WANT_W: tl.constexpr,
-    KL: tl.constexpr,
+    grad, z, w, tau, order_pointer, w_order_pointer, start_pointer, to, rows, n, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, WANT_W: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
@@ -387,16 +382,16 @@ def _pull_rows(
     first = tl.load(start_pointer + at, mask=valid, other=0)
     order = tl.load(order_pointer + at, mask=valid, other=0)
     first_order = tl.load(order_pointer + base + first, mask=valid, other=0)
-    z_at = z_pointer + wide(row * z_stride, TOGETHER)
-    z = tl.load(z_at + order, mask=valid, other=0.0).to(tl.float32)
+    z_at = z.pointer + wide(row * z.stride, TOGETHER)
+    score = tl.load(z_at + order, mask=valid, other=0.0).to(tl.float32)
     z_first = tl.load(z_at + first_order, mask=valid, other=0.0).to(tl.float32)
-    grad_at = grad_pointer + wide(row * grad_row, TOGETHER)
-    g = double(tl.load(grad_at + order.to(tl.int64) * grad_column, mask=valid, other=0.0))
-    inverse, poison = inverse_tau(tau_pointer, tau_stride, tau_high, tau_low, row, there)
+    grad_at = grad.pointer + wide(row * grad.row, TOGETHER)
+    g = double(tl.load(grad_at + order.to(tl.int64) * grad.column, mask=valid, other=0.0))
+    inverse, poison = inverse_tau(*tau, row, there)
     inverse, poison = wide(inverse, TOGETHER), wide(poison, TOGETHER)
 
-    endless = tl.abs(z) == float("inf")  # as all of its block
-    ahead = (double(tl.where(endless, 0.0, z)) - double(tl.where(endless, 0.0, z_first))) * inverse
+    endless = tl.abs(score) == float("inf")  # as all of its block
+    ahead = (double(tl.where(endless, 0.0, score)) - double(tl.where(endless, 0.0, z_first))) * inverse
     # how much an entry counts in the value of its block
     key, part = tl.where(valid, first, -1), tl.exp(ahead) if KL else g * 0 + 1
     # both sums of a place have its own entry
@@ -404,22 +399,22 @@ def _pull_rows(
     _, down, others = tl.associative_scan((key, g, part), AXIS, add2, reverse=True)
     total, parts = up + (down - g), more + (others - part)
     du = tl.where(endless, 0.0, (g - total * part / parts) * inverse + poison)
-    store(dz_pointer + base + order, du, valid)
+    store(to.dz + base + order, du, valid)
     dtau = tl.sum(tl.where(valid, du * ahead, 0.0), axis=AXIS)
-    tl.store(dtau_pointer + row, -dtau, mask=there)
+    tl.store(to.dtau + row, -dtau, mask=there)
     if WANT_W:
         w_order = tl.load(w_order_pointer + at, mask=valid, other=0)
-        w_at = w_pointer + wide(row * w_row, TOGETHER)
-        w = tl.load(w_at + w_order.to(tl.int64) * w_column, mask=valid, other=0.0).to(tl.float32)
+        w_at = w.pointer + wide(row * w.row, TOGETHER)
+        weight = tl.load(w_at + w_order.to(tl.int64) * w.column, mask=valid, other=0.0).to(tl.float32)
         if KL:
             w_first = tl.load(w_order_pointer + base + first, mask=valid, other=0)
-            w_first = tl.load(w_at + w_first.to(tl.int64) * w_column, mask=valid, other=0.0)
-            part = tl.exp(finite(w, ENDLESS_WEIGHT) - finite(w_first, ENDLESS_WEIGHT))
+            w_first = tl.load(w_at + w_first.to(tl.int64) * w.column, mask=valid, other=0.0)
+            part = tl.exp(finite(weight, ENDLESS_WEIGHT) - finite(w_first, ENDLESS_WEIGHT))
             _, more = tl.associative_scan((key, part), AXIS, within)
             _, others = tl.associative_scan((key, part), AXIS, within, reverse=True)
             parts = more + (others - part)
-        dw = tl.where(tl.abs(w) == float("inf"), 0.0, total * part / parts)
-        store(dw_pointer + base + w_order, dw, valid)
+        dw = tl.where(tl.abs(weight) == float("inf"), 0.0, total * part / parts)
+        store(to.dw + base + w_order, dw, valid)
 
 
 KERNELS = (_project_rows, _pull_rows)
@@ -447,8 +442,8 @@ def project(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Ten
     sums = z.new_empty((4 if kl else 1) * (rows * (n + 1) + 3 * which["WIDTH"]), dtype=torch.float64)
     launch(
         _project_rows, cdiv(rows, which["TOGETHER"]),
-        *layout.rows(z, n), *layout.matrix(w, z), *layout.values(tau, z.shape[:-1], z.device),
-        y, index, w_index, start, held, left, sums, rows, n,
+        layout.rows(z, n), layout.matrix(w, z), layout.values(tau, z.shape[:-1], z.device),
+        Blocks(y, index, w_index, start), held, left, sums, rows, n,
         STEPS=max(1, (n - 1).bit_length()), DOUBLES=layout.compares_doubles(z.device), KL=kl,
         **which, **layout.registers(),
     )  # fmt: skip
@@ -466,9 +461,9 @@ def pull(
     dw = z.new_empty(z.shape if want_w else (0,), dtype=torch.float32)
     launch(
         _pull_rows, cdiv(rows, which["TOGETHER"]),
-        *layout.matrix(grad, z), *layout.rows(z, n), *layout.matrix(w, z),
-        *layout.values(tau, z.shape[:-1], z.device), order.contiguous(), w_order.contiguous(),
-        start.contiguous(), dz, dw, dtau, rows, n, WANT_W=want_w,
-        KL=regularization == "kl", **which,
+        layout.matrix(grad, z), layout.rows(z, n), layout.matrix(w, z),
+        layout.values(tau, z.shape[:-1], z.device), order.contiguous(), w_order.contiguous(),
+        start.contiguous(), Projected(dz, dw, dtau), rows, n,
+        WANT_W=want_w, KL=regularization == "kl", **which,
     )  # fmt: skip
     return dz, dw, dtau

@@ -103,25 +103,23 @@ def _pulled(high, low, c, p, to_high, to_low):
 
 @triton.jit(do_not_specialize=["rows"])
 def _sort_rows(
-    x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, index_pointer,
-    place_pointer, scratch_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr,
-    DESCENDING: tl.constexpr,
+    x, tau, out_pointer, index_pointer, place_pointer, scratch_pointer, rows, n, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     valid = inside(there, column, n, TOGETHER, EXACT)
-    x = tl.load(x_pointer + entries(row, x_stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
-    poison += nan_of(x, AXIS)
-    first, last = _ends(x, valid, AXIS)
-    y, order = sorted_rows(x, column, valid, TOGETHER, DOUBLES)
+    held = tl.load(x.pointer + entries(row, x.stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
+    own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, there)
+    poison += nan_of(held, AXIS)
+    first, last = _ends(held, valid, AXIS)
+    y, order = sorted_rows(held, column, valid, TOGETHER, DOUBLES)
     at = entries(row, n, column, TOGETHER)
     tl.store(index_pointer + at, order, mask=valid)
     y = tl.where(valid, finite(y), 0.0)
     zero, i = tl.zeros_like(y), across(column, TOGETHER)
-    up, down = both_sums(y, zero + wide(1 / tau * LOG2E, TOGETHER), tl.where(valid, 1.0, zero), AXIS)
+    up, down = both_sums(y, zero + wide(1 / own_tau * LOG2E, TOGETHER), tl.where(valid, 1.0, zero), AXIS)
 
     # the first level that is not above the entry: its threshold is below, and those of all further ones
     level = tl.maximum(i + tl.ceil(0.5 * (down - up)).to(tl.int32), 0)
@@ -144,9 +142,8 @@ def _sort_rows(
     place = tl.minimum(tl.maximum(place, first), last)
     tl.store(place_pointer + at, place, mask=valid)
 
-    _, _, _, _, _, _, high, low = _between(
-        row_at, place, i.to(tl.float32) + 0.5, first, last, wide(tau, TOGETHER), wide(1 / tau, TOGETHER), n
-    )
+    middle, width, inverse = i.to(tl.float32) + 0.5, wide(own_tau, TOGETHER), wide(1 / own_tau, TOGETHER)
+    _, _, _, _, _, _, high, low = _between(row_at, place, middle, first, last, width, inverse, n)
     t = tl.where(i < first, float("inf"), tl.where(i < last, high + low, float("-inf")))
     to = entries(row, n, column if DESCENDING else n - 1 - column, TOGETHER)
     tl.store(out_pointer + to, (t + wide(poison, TOGETHER)).to(out_pointer.dtype.element_ty), mask=valid)
@@ -188,8 +185,7 @@ def _sort_long_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _pull_sorts(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
-    index_pointer, place_pointer, dx_pointer, dtau_pointer, scratch_pointer, rows, n,
+    grad, x, tau, index_pointer, place_pointer, dx_pointer, dtau_pointer, scratch_pointer, rows, n,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr,
     DESCENDING: tl.constexpr,
 ):  # fmt: skip
@@ -203,17 +199,17 @@ def _pull_sorts(
     order = tl.load(index_pointer + at, mask=valid, other=0)
     place = tl.load(place_pointer + at, mask=valid, other=0)
     level = (column if DESCENDING else n - 1 - column).to(tl.int64)
-    grads = grad_pointer + entries(row, grad_row, level * grad_column, TOGETHER)
+    grads = grad.pointer + entries(row, grad.row, level * grad.column, TOGETHER)
     v = tl.load(grads, mask=valid, other=0.0).to(tl.float32)
-    sources = x_pointer + wide(row * x_stride, TOGETHER)
-    x = tl.load(sources + order, mask=valid, other=0.0).to(tl.float32)
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, there)
-    poison += nan_of(x, AXIS)
-    first, last = _ends(x, valid, AXIS)
+    sources = x.pointer + wide(row * x.stride, TOGETHER)
+    held = tl.load(sources + order, mask=valid, other=0.0).to(tl.float32)
+    own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, there)
+    poison += nan_of(held, AXIS)
+    first, last = _ends(held, valid, AXIS)
     first, last = wide(first, TOGETHER), wide(last, TOGETHER)
-    y, zero, i = finite(x), tl.zeros_like(x), across(column, TOGETHER)
+    y, zero, i = finite(held), tl.zeros_like(held), across(column, TOGETHER)
     live = valid & (i >= first) & (i < last)  # entries and thresholds that are finite
-    one, c = tl.where(live, 1.0, zero), zero + wide(1 / tau * LOG2E, TOGETHER)
+    one, c = tl.where(live, 1.0, zero), zero + wide(1 / own_tau * LOG2E, TOGETHER)
     row_at = scratch_pointer + tl.minimum(row, rows - 1) * (n * PLANES)
     row_at = wide(row_at, TOGETHER)
     if ASKED:
@@ -227,9 +223,9 @@ def _pull_sorts(
     tl.store(row_at + n + i, up, mask=valid)
     tl.store(row_at + 2 * n + i, down, mask=valid)
     tl.debug_barrier()
-    tau_inverse = wide(1 / tau, TOGETHER)
+    tau_inverse = wide(1 / own_tau, TOGETHER)
     above, below, y_above, y_below, a, b, high, low = _between(
-        row_at, place, i.to(tl.float32) + 0.5, first, last, wide(tau, TOGETHER), tau_inverse, n
+        row_at, place, i.to(tl.float32) + 0.5, first, last, wide(own_tau, TOGETHER), tau_inverse, n
     )
     to_above, to_below, mass_above, mass_below = _masses(y_above, y_below, a, b, high, low, tau_inverse)
     q = tl.where(live, v / (mass_above + mass_below), 0.0)
@@ -262,24 +258,25 @@ def _pull_sorts(
 
 @triton.jit(do_not_specialize=["parts"])
 def _pull_long_sorts(
-    grad_pointer, grad_row, grad_column, x_pointer, x_stride, tau_pointer, tau_stride, tau_high, tau_low,
-    index_pointer, place_pointer, sums_pointer, pulls_pointer, note_pointer, dx_pointer, n, parts,
-    CHUNK: tl.constexpr, DESCENDING: tl.constexpr,
+    grad, x, tau, index_pointer, place_pointer, sums_pointer, pulls_pointer, note_pointer, dx_pointer, n,
+    parts, CHUNK: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_pull_sorts`, of a row whose sums are known: what pulls from below each chunk is noted on the
     way to the start."""
     row = tl.program_id(0).to(tl.int64)
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
+    own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, row >= 0)
     row_at, pull_at, note_at = sums_pointer + row * n * 4, pulls_pointer + row * n * 4, row * parts * 3
     note_at += note_pointer
-    c, tau_inverse, zero = 1 / tau * LOG2E, 1 / tau, tau * 0
+    c, tau_inverse, zero = 1 / own_tau * LOG2E, 1 / own_tau, own_tau * 0
     firsts, lasts = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int32)
     for part in range(parts):
         column = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=float("-inf")).to(tl.float32)
-        firsts += tl.where(x == float("inf"), 1, 0)
-        lasts += tl.where(x == float("-inf"), 0, 1)
-        poison += tl.sum(tl.where(x == x, 0.0, x), axis=0)
+        held = tl.load(x.pointer + row * x.stride + column, mask=column < n, other=float("-inf")).to(
+            tl.float32
+        )
+        firsts += tl.where(held == float("inf"), 1, 0)
+        lasts += tl.where(held == float("-inf"), 0, 1)
+        poison += tl.sum(tl.where(held == held, 0.0, held), axis=0)
     first, last = tl.sum(firsts, axis=0), tl.sum(lasts, axis=0)
     high_below, low_below, pull = zero, zero, zero
     for i in range(parts):
@@ -288,10 +285,10 @@ def _pull_long_sorts(
         valid, live = column < n, (column >= first) & (column < last)
         place = tl.load(place_pointer + row * n + column, mask=valid, other=0)
         level = (column if DESCENDING else n - 1 - column).to(tl.int64)
-        grads = grad_pointer + row * grad_row + level * grad_column
+        grads = grad.pointer + row * grad.row + level * grad.column
         v = tl.load(grads, mask=live, other=0.0).to(tl.float32)
         _, _, y_above, y_below, a, b, high, low = _between(
-            row_at, place, column.to(tl.float32) + 0.5, first, last, tau, tau_inverse, n
+            row_at, place, column.to(tl.float32) + 0.5, first, last, own_tau, tau_inverse, n
         )
         _, _, mass_above, mass_below = _masses(y_above, y_below, a, b, high, low, tau_inverse)
         q = tl.where(live, v / (mass_above + mass_below), 0.0)
@@ -365,11 +362,10 @@ def laplace_sort(x: Tensor, tau: Tensor, descending: bool = True) -> tuple[Tenso
     index, which = x.new_empty(x.shape, dtype=torch.int32), tile(n)
     sorter = variant(_sort_rows, **which, DOUBLES=layout.compares_doubles(x.device), DESCENDING=descending)
     source, programs = layout.rows(x, n), cdiv(rows, which["TOGETHER"])
-    arguments = (
-        *source, *layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
-    )  # fmt: skip
+    scale = layout.values(tau, batch, x.device)
+    arguments = (source, scale, out, index, place, _scratch(x), rows, n)
     sorter(programs, *arguments)
-    native.prepare("soft_sort", source[0], sorter, programs, arguments, *ranks.choices(descending))
+    native.prepare("soft_sort", source.pointer, sorter, programs, arguments, *ranks.choices(descending))
     return out, index, place
 
 
@@ -386,7 +382,7 @@ def laplace_sort_backward(
         parts, room = ranks.notes(x, 3)
         launch(
             _pull_long_sorts, rows,
-            *layout.matrix(grad, x), *layout.rows(x, n), *layout.values(tau, batch, x.device),
+            layout.matrix(grad, x), layout.rows(x, n), layout.values(tau, batch, x.device),
             order.contiguous(), place.contiguous(), sums, torch.empty_like(sums), room, dx, n, parts,
             CHUNK=ranks.CHUNK, DESCENDING=descending, num_warps=ranks.WARPS,
         )  # fmt: skip
@@ -396,12 +392,13 @@ def laplace_sort_backward(
     programs = cdiv(rows, which["TOGETHER"])
     source = layout.rows(x, n)
     arguments = (
-        *layout.matrix(grad, x), *source, *layout.values(tau, batch, x.device), order.contiguous(),
+        layout.matrix(grad, x), source, layout.values(tau, batch, x.device), order.contiguous(),
         place.contiguous(), dx, dtau, _scratch(x), rows, n,
     )  # fmt: skip
     puller(programs, *arguments)
     known: dict[str, Any] = {"backward": True, "asked": want_tau}
-    native.prepare("soft_sort", source[0], puller, programs, arguments, *ranks.choices(descending), **known)
+    choices = ranks.choices(descending)
+    native.prepare("soft_sort", source.pointer, puller, programs, arguments, *choices, **known)
     return dx, dtau
 
 

@@ -294,12 +294,12 @@ def _begin(x_pointer, index_pointer, n, k, scale, KEYS: tl.constexpr, CHUNK: tl.
 
 @triton.jit
 def _transport(
-    x_pointer, x_stride, epsilon_pointer, epsilon_stride, epsilon_high, epsilon_low, index_pointer,
-    out_pointer, order_pointer, hi_pointer, shift_pointer, scratch_pointer, n, k, sweeps,
-    KEYS: tl.constexpr, CHUNK: tl.constexpr, SORTS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr,
+    x, epsilon, index_pointer, out_pointer, order_pointer, hi_pointer, shift_pointer, scratch_pointer, n, k,
+    sweeps, KEYS: tl.constexpr, CHUNK: tl.constexpr, SORTS: tl.constexpr, WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    x_pointer += row * x_stride
+    x_at = x.pointer + row * x.stride
     index_pointer += row * tl.minimum(k + 1, n)
     out_pointer, order_pointer = out_pointer + row * k * n, order_pointer + row * k
     hi_pointer, shift_pointer = hi_pointer + row * k, shift_pointer + row * k
@@ -307,18 +307,16 @@ def _transport(
     anchor = tl.arange(0, KEYS)
     if SORTS:
         entry, slot = tl.arange(0, WIDTH), tl.arange(0, KEPT)
-        key = key_of(tl.load(x_pointer + entry, mask=entry < n, other=0.0))
+        key = key_of(tl.load(x_at + entry, mask=entry < n, other=0.0))
         packed = (tl.where(entry < n, key, LEAST).to(tl.int64) << 32) | (entry ^ PLACES).to(tl.int64)
         packed = tl.topk(packed, KEPT) if KEPT < WIDTH else tl.sort(packed, descending=True)
         index = ((packed & PLACES).to(tl.int32) ^ PLACES).to(tl.int64)
         tl.store(index_pointer + slot, index, mask=slot < tl.minimum(k + 1, n))
         tl.debug_barrier()
-    scale, _ = scale_of(epsilon_pointer, epsilon_stride, epsilon_high, epsilon_low, row)
-    order, largest, hi, shift, target, taken, poison = _begin(
-        x_pointer, index_pointer, n, k, scale, KEYS, CHUNK
-    )
+    scale, _ = scale_of(*epsilon, row)
+    order, largest, hi, shift, target, taken, poison = _begin(x_at, index_pointer, n, k, scale, KEYS, CHUNK)
     place = tl.load(index_pointer + k - 1)
-    least, wanted = double(tl.load(x_pointer + place)), tl.zeros((), tl.float64) + (n - k)
+    least, wanted = double(tl.load(x_at + place)), tl.zeros((), tl.float64) + (n - k)
     tl.store(order_pointer + anchor, order.to(tl.int64), mask=anchor < k)
     tl.store(hi_pointer + anchor, hi, mask=anchor < k)
     tl.debug_barrier()
@@ -337,7 +335,7 @@ def _transport(
     tries = tl.where(poison == 0, 1, 0)  # a row without an answer is NaN already
     while tries > 0:
         new_sums, new_left, new_gram, new_edge, new_error = _evaluate(
-            x_pointer, hi_pointer, scratch_pointer, n, k, scale, hi, last, largest, least, place, trial,
+            x_at, hi_pointer, scratch_pointer, n, k, scale, hi, last, largest, least, place, trial,
             target, wanted, KEYS, CHUNK,
         )  # fmt: skip
         # along a step of Newton's the convex dual must not climb half as steeply as it fell
@@ -373,11 +371,11 @@ def _transport(
     at = out_pointer + anchor.to(tl.int64)[:, None] * n
     for start in range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
-        power = powers(ratio(x, scale, last), tl.maximum(k - anchor, 0), KEYS)
+        held = double(tl.load(x_at + column, mask=column < n, other=0.0))
+        power = powers(ratio(held, scale, last), tl.maximum(k - anchor, 0), KEYS)
         weight = factor[:, None] * power
         y = weight / (1 + tl.sum(weight, axis=0))[None, :] + poison
-        store(at + column[None, :], y, there & ((column < n) & ~chosen(x, column, least, place))[None, :])
+        store(at + column[None, :], y, there & ((column < n) & ~chosen(held, column, least, place))[None, :])
     top, _ = head(largest, hi_pointer, hi, shift_pointer, shift, scale, k, KEYS)
     # entries of +inf share the first places
     share = 1 / tl.maximum(taken.to(tl.float64), 1.0)
@@ -415,7 +413,7 @@ def sorted_soft_topk(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor
     index = order.new_empty(rows, found) if sorts else topk(x, found, True, True)[1].contiguous()
     launch(
         _transport, rows,
-        *layout.rows(x, n), *layout.values(epsilon, batch, x.device), index, y, order, hi, shift,
+        layout.rows(x, n), layout.values(epsilon, batch, x.device), index, y, order, hi, shift,
         hi.new_empty(rows, SCRATCH.value * constants["KEYS"]), n, k, SWEEPS,
         **sorting(n, k, sorts), **constants,
     )  # fmt: skip

@@ -49,24 +49,23 @@ def _gram(A, k, KEYS: tl.constexpr):
 
 @triton.jit
 def _pull_transport(
-    grad_pointer, grad_row, grad_anchor, grad_column, x_pointer, x_stride, epsilon_pointer, epsilon_stride,
-    epsilon_high, epsilon_low, order_pointer, hi_pointer, shift_pointer, dx_pointer, depsilon_pointer,
-    scratch_pointer, n, k, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    grad_pointer, grad_row, grad_anchor, grad_column, x, epsilon, order_pointer, hi_pointer, shift_pointer,
+    dx_pointer, depsilon_pointer, scratch_pointer, n, k, KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    x_pointer, dx_pointer = x_pointer + row * x_stride, dx_pointer + row * n
+    x_at, dx_pointer = x.pointer + row * x.stride, dx_pointer + row * n
     hi_pointer, shift_pointer = hi_pointer + row * k, shift_pointer + row * k
     scratch_pointer += row * (SCRATCH * KEYS)
     anchor, index = tl.arange(0, KEYS), tl.arange(0, 2 * KEYS)
     there, here = (anchor < k)[:, None], (anchor < k)[None, :]
     grads = grad_pointer + row * grad_row + anchor.to(tl.int64)[:, None] * grad_anchor
-    scale, epsilon = scale_of(epsilon_pointer, epsilon_stride, epsilon_high, epsilon_low, row)
+    scale, own_epsilon = scale_of(*epsilon, row)
     hi = tl.load(hi_pointer + anchor, mask=anchor < k, other=0.0)
     shift = tl.load(shift_pointer + anchor, mask=anchor < k, other=0.0)
     order = tl.load(order_pointer + row * k + anchor, mask=anchor < k, other=-1).to(tl.int32)
-    given = double(tl.load(x_pointer + tl.maximum(order, 0), mask=anchor < k, other=0.0))
+    given = double(tl.load(x_at + tl.maximum(order, 0), mask=anchor < k, other=0.0))
     last, place = tl.load(hi_pointer + k - 1), tl.load(order_pointer + row * k + k - 1)
-    least = double(tl.load(x_pointer + place))
+    least = double(tl.load(x_at + place))
     poison = tl.where(tl.sum(hi * 0) + scale * 0 == 0, 0.0, float("nan"))
     origin = tl.where(tl.abs(last) == FAR, 0.0, last)
     factor = factors(hi, shift, scale, last, anchor, k, KEYS)
@@ -77,9 +76,9 @@ def _pull_transport(
     pulls = tl.zeros((KEYS, CHUNK), tl.float64)
     for start in range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
-        counts = (column < n) & ~chosen(x, column, least, place)
-        w = ratio(x, scale, last)
+        held = double(tl.load(x_at + column, mask=column < n, other=0.0))
+        counts = (column < n) & ~chosen(held, column, least, place)
+        w = ratio(held, scale, last)
         power = powers(w, index + 1, KEYS)
         inverse = tl.where(counts, 1 / (1 + tl.sum(rising[:, None] * power, axis=0)), 0.0)
         squares += power * (inverse * inverse)[None, :]
@@ -112,16 +111,16 @@ def _pull_transport(
     slope = tl.zeros((CHUNK,), tl.float64)
     for start in range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        x = double(tl.load(x_pointer + column, mask=column < n, other=0.0))
-        counts = (column < n) & ~chosen(x, column, least, place)
-        weight = factor[:, None] * powers(ratio(x, scale, last), exponent, KEYS)
+        held = double(tl.load(x_at + column, mask=column < n, other=0.0))
+        counts = (column < n) & ~chosen(held, column, least, place)
+        weight = factor[:, None] * powers(ratio(held, scale, last), exponent, KEYS)
         gamma = weight / (1 + tl.sum(weight, axis=0))[None, :]
         at = grads + column.to(tl.int64)[None, :] * grad_column
         v = double(tl.load(at, mask=there & counts[None, :], other=0.0)) - through[:, None]
         along = gamma * exponent.to(tl.float64)[:, None]
         along = tl.sum(along * v, axis=0) - tl.sum(along, axis=0) * tl.sum(gamma * v, axis=0)
         along = tl.where(counts, along, 0.0)
-        slope += tl.where(tl.abs(x) == float("inf"), 0.0, x - origin) * along
+        slope += tl.where(tl.abs(held) == float("inf"), 0.0, held - origin) * along
         store(dx_pointer + column, scale * along + poison, counts)
 
     u -= through[:, None] - through[None, :]
@@ -133,7 +132,7 @@ def _pull_transport(
     along = tl.where(anchor < k, along, 0.0)
     total = tl.sum(slope) + tl.sum(tl.where(tl.abs(given) == float("inf"), 0.0, given - origin) * along)
     store(dx_pointer + order, scale * along + poison, anchor < k)
-    tl.store(depsilon_pointer + row, -scale * total / epsilon + poison)
+    tl.store(depsilon_pointer + row, -scale * total / own_epsilon + poison)
 
 
 KERNELS = (_pull_transport,)
@@ -152,7 +151,7 @@ def sorted_soft_topk_backward(
     constants, grads = which(k, rows), grad.reshape(-1, k, n)
     launch(
         _pull_transport, rows,
-        grads, *grads.stride(), *layout.rows(x, n), *layout.values(epsilon, batch, x.device),
+        grads, *grads.stride(), layout.rows(x, n), layout.values(epsilon, batch, x.device),
         order.contiguous(), hi.contiguous(), shift.contiguous(), dx, depsilon,
         hi.new_empty(rows, SCRATCH.value * constants["KEYS"]), n, k,
         **constants,
