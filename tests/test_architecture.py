@@ -200,30 +200,17 @@ def device_functions() -> dict[str, int]:
     return found
 
 
-#: Device functions of more than :data:`FEW` parameters. Values that belong together are one of them
+#: Device functions of more than :data:`FEW` parameters, and why. Values that belong together are one of them
 #: (:mod:`khot._kernels.triton.arguments`).
 MANY = {
-    "around._around",
-    "assign_backward.pull_columns",
-    "assign_backward.pull_entries",
-    "assign_steps.begin_assignments",
-    "assign_steps.step_assignments",
-    "assign_whole._solve",
-    "assign_whole._write",
-    "assign_whole.solve_whole",
-    "count_distances._count_distances",
-    "counts._count",
-    "counts._count_densities",
-    "counts._pull_levels",
-    "counts._pull_entries",
-    "counts._pull_row",
-    "designs._duels",
+    "around._around": "its strides are of any alignment, and Triton specialises what is within a tuple",
+    "count_distances._count_distances": "its pointers and strides are not nested yet",
 }
 FEW = 16
 
 
 def test_device_functions_have_few_parameters() -> None:
-    assert {name for name, count in device_functions().items() if count > FEW} == MANY
+    assert {name for name, count in device_functions().items() if count > FEW} == set(MANY)
 
 
 def test_no_argument_has_a_field_that_tuples_have() -> None:

@@ -11,14 +11,18 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "Blocks",
+    "Cells",
     "Drawn",
+    "Duals",
     "Law",
     "Matrix",
+    "Nodes",
     "Pairs",
     "Projected",
     "Pulled",
     "Rows",
     "Scratch",
+    "Sizes",
     "Threshold",
     "Tile",
     "Values",
@@ -75,13 +79,27 @@ class Pulled(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What the programs that share a row leave for each other: the numbers of each row, how many programs are
-    through with it, what each part leaves, and entries that were gathered, if any are."""
+    """What the programs that share a row, or a matrix, leave for each other: its numbers, how many programs
+    are through with it, what each part leaves, and entries, where some are kept."""
 
     state: Any
     counter: Any
     left: Any
     window: Any = None
+
+
+class Duals(NamedTuple):
+    """The thresholds of a matrix's rows and columns, or the gradients in them."""
+
+    r: Any
+    c: Any
+
+
+class Nodes(NamedTuple):
+    """Units of a tournament that are still in play: their probabilities, and which they are, if not all."""
+
+    x: Rows
+    units: Any
 
 
 class Weight(NamedTuple):
@@ -135,6 +153,31 @@ class Tile(NamedTuple):
     full: bool
     streams: bool
     chunk: int
+
+
+class Cells(NamedTuple):
+    """A constant: how a program holds levels and entries: so many of each at a time (``height``, ``width``),
+    and how ``many`` such tiles are added up before the sums go to float64; ``exact`` where levels are numbers
+    of the entries' dtype."""
+
+    exact: bool
+    height: int
+    width: int
+    many: int
+
+
+class Sizes(NamedTuple):
+    """A constant: how a program holds a matrix: ``rows`` at a time, their padded ``width``; of the columns'
+    matrix a ``block`` at a time, over a ``depth`` of rows, and a ``chunk`` of it in products; and how many
+    parts a ``group`` has, and how many of their numbers are ``added`` at a time."""
+
+    rows: int
+    width: int
+    block: int = 0
+    depth: int = 0
+    chunk: int = 0
+    group: int = 0
+    added: int = 0
 
 
 class Law(NamedTuple):

@@ -10,7 +10,7 @@ support.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from khot._kernels.reference import soft_assign as reference
 from khot._kernels.triton import assign_steps as steps
 from khot._kernels.triton import assign_whole as whole
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Duals, Rows, Scratch, Sizes
 from khot._kernels.triton.assign_rows import TILE
 from khot._kernels.triton.launch import variant
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
@@ -35,18 +36,16 @@ PROGRAMS = 128  # about as many as a large device has multiprocessors
 HELD = 32  # rows of a program, at least
 
 
-def which(n: int, cdf: str, at_most: bool) -> dict[str, dict[str, int]]:
+def which(n: int, cdf: str, at_most: bool) -> dict[str, dict[str, Any]]:
     """The constants of the kernels of the steps, for so many columns."""
     width = max(16, next_power_of_2(n))
     rows = max(1, 2 * TILE // width)
-    common = {"AT_MOST": at_most, "ROWS": rows, "WIDTH": width, "num_warps": TILE // 32}
+    common = {"AT_MOST": at_most, "num_warps": TILE // 32}
+    sizes = Sizes(rows, width, min(32, width), 32, 4 * rows, 16, TILE)
     return {
-        "begin": common,
-        "step": {
-            "CDF": layout.cdf_id(cdf), **common, "BLOCK": min(32, width), "DEPTH": 32, "CHUNK": 4 * rows,
-            "GROUP": 16, "ADDED": TILE, **layout.registers(),
-        },
-    }  # fmt: skip
+        "begin": {**common, "T": Sizes(rows, width)},
+        "step": {"CDF": layout.cdf_id(cdf), **common, "T": sizes, **layout.registers()},
+    }
 
 
 class Cut(NamedTuple):
@@ -70,12 +69,12 @@ def fits(x: Tensor, cdf: str, shape: float) -> bool:
     return few and x.numel() > 0 and cdfs.resolve(cdf, shape).built_in
 
 
-def scores(x: Tensor) -> tuple[Tensor, int]:
+def scores(x: Tensor) -> Rows:
     """The rows of x, one after another, and the distance between them."""
     flat, stride = layout.rows(x, x.shape[-1])
     if x.shape[-2] * stride > LONGEST:
         flat = flat.contiguous()
-    return flat, flat.stride(0)
+    return Rows(flat, flat.stride(0))
 
 
 def soft_assign(
@@ -92,21 +91,24 @@ def soft_assign(
     c = torch.empty((*batch, n), dtype=torch.float64, device=x.device)
     scratch = r.new_empty(count * (m + n * (m + 2 * n + whole.VECTORS.value)))
     taus = tau.expand(*batch, 1).reshape(-1)
-    rows = *scores(x), *layout.matrix(k, x[..., 0])
-    columns = layout.matrix(capacity, x[..., 0, :])
-    start = taus, taus.stride(0), *layout.matrix(bias, x[..., 0, :])
-    note = None
+    goal, by_matrix, by_row = layout.matrix(k, x[..., 0])
+    rows = scores(x), Rows(goal, by_row), by_matrix
+    given = (
+        layout.matrix(capacity, x[..., 0, :]), Rows(taus, taus.stride(0)), layout.matrix(bias, x[..., 0, :])
+    )  # fmt: skip
+    note, t = None, Duals(r, c)
     if m * n > FEW:
         note = r.new_empty(count * (steps.NOTES + 3 * n))
         left = r.new_empty(count * parts * steps.left_by_part(n))
         counter = torch.zeros(count * (parts + 1), dtype=torch.int32, device=x.device)
+        held, size = Scratch(note, counter, left, scratch), (m, n, parts, length)
         constants = which(n, cdf, at_most)
         begin = variant(steps.begin_assignments, FINE=x.dtype == torch.float64, **constants["begin"])
-        begin(count * parts, *rows, *columns, *start, r, c, note, left, counter, m, n, parts, length)
+        begin(count * parts, *rows, *given, t, held, *size)
         step = variant(steps.step_assignments, **constants["step"])
         for _ in range(LAUNCHES):
-            step(count * parts, *rows, y, r, c, note, scratch, left, counter, m, n, parts, length, steps.MOST)
+            step(count * parts, *rows, y, t, held, *size, steps.MOST)
     variant(whole.solve_whole, **whole.which(n, cdf, at_most))(
-        count, *rows, *columns, *start, y, r, c, scratch, note, m, n, whole.STEPS
+        count, *rows, *given, y, t, scratch, note, m, n, whole.STEPS
     )
     return y, r, c

@@ -48,18 +48,15 @@ def load_rows(x_at, x_stride, start, m, n, ROWS: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def load_columns(
-    capacity_pointer, capacity_matrix, capacity_column, bias_pointer, bias_matrix, bias_column,
-    tau_pointer, tau_stride, matrix, n, WIDTH: tl.constexpr,
-):  # fmt: skip
+def load_columns(capacity, bias, tau, matrix, n, WIDTH: tl.constexpr):
     """The capacities, the first thresholds and τ of a matrix."""
     column = tl.arange(0, WIDTH)
     there, far = column < n, column.to(tl.int64)
-    at = capacity_pointer + matrix * capacity_matrix + far * capacity_column
-    capacity = double(tl.load(at, mask=there, other=0.0))
-    at = bias_pointer + matrix * bias_matrix + far * bias_column
+    at = capacity.pointer + matrix * capacity.row + far * capacity.column
+    room = double(tl.load(at, mask=there, other=0.0))
+    at = bias.pointer + matrix * bias.row + far * bias.column
     start = double(tl.load(at, mask=there, other=0.0))
-    return capacity, start, double(tl.load(tau_pointer + matrix * tau_stride))
+    return room, start, double(tl.load(tau.pointer + matrix * tau.stride))
 
 
 @triton.jit

@@ -49,35 +49,35 @@ def left_by_part(n: int) -> int:
 
 @triton.jit(do_not_specialize=["m", "k_matrix", "length", "parts"])
 def begin_assignments(
-    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacity_pointer, capacity_matrix, capacity_column,
-    tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, r_pointer, c_pointer, note_pointer,
-    part_pointer, counter_pointer, m, n, parts, length,
-    AT_MOST: tl.constexpr, FINE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, k, k_matrix, capacity, tau, bias, t, scratch, m, n, parts, length, AT_MOST: tl.constexpr,
+    FINE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Where to start from, or that something is decided beforehand, or wrong."""
+    ROWS: tl.constexpr = T.rows
+    WIDTH: tl.constexpr = T.width
     matrix, part = place(parts)
     stride = n.to(tl.int64) * n + 2 * n + 8
-    x_at, k_at = x_pointer + matrix * m * x_stride, k_pointer + matrix * k_matrix
-    part_at = part_pointer + matrix * parts * stride
+    x_at, k_at = x.pointer + matrix * m * x.stride, k.pointer + matrix * k_matrix
+    part_at = scratch.left + matrix * parts * stride
     lack = 64 * ROUNDING * (1 + n)
     below = tl.zeros((ROWS, WIDTH), tl.float64)
     least, most = tl.full((ROWS, WIDTH), INF, tl.float64), tl.full((ROWS, WIDTH), -INF, tl.float64)
     bad, sum_of_k = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
     end = tl.minimum(m, (part + 1) * length)
-    for first in range(part * length, end, ROWS):
-        row, there, x = load_rows(x_at, x_stride, first, end, n, ROWS, WIDTH)
-        k = double(tl.load(k_at + row * k_row, mask=there, other=0.0))
-        open_ = tl.abs(x) < INF
+    for first in range(part * length, end, T.rows):
+        row, there, held = load_rows(x_at, x.stride, first, end, n, T.rows, T.width)
+        own_k = double(tl.load(k_at + row * k.stride, mask=there, other=0.0))
+        open_ = tl.abs(held) < INF
         count = tl.sum(tl.where(open_, 1.0, 0.0).to(tl.float64), axis=1)
-        undecided = ((k > lack) & (k < count - lack)) | ((count == 0) & (k == 0))
-        known = tl.sum(tl.where(x < INF, 0.0, 1.0).to(tl.float64), axis=1)
+        undecided = ((own_k > lack) & (own_k < count - lack)) | ((count == 0) & (own_k == 0))
+        known = tl.sum(tl.where(held < INF, 0.0, 1.0).to(tl.float64), axis=1)
         bad += known + tl.where(undecided, 0.0, 1.0)
-        sum_of_k += k
+        sum_of_k += own_k
         below += tl.where(open_, 1.0, 0.0)
-        least = tl.minimum(least, tl.where(open_, x, INF))
-        most = tl.maximum(most, tl.where(open_, x, -INF))
-        tl.store(r_pointer + matrix * m + row, row * 0.0 + float("nan"), mask=there)
-    column = tl.arange(0, WIDTH)
+        least = tl.minimum(least, tl.where(open_, held, INF))
+        most = tl.maximum(most, tl.where(open_, held, -INF))
+        tl.store(t.r + matrix * m + row, row * 0.0 + float("nan"), mask=there)
+    column = tl.arange(0, T.width)
     there = column < n
     at = part_at + part * stride
     tl.store(at + column, tl.sum(below, axis=0), mask=there)
@@ -85,15 +85,12 @@ def begin_assignments(
     tl.store(at + n + 1, tl.sum(sum_of_k, axis=0))
     tl.store(at + n + 2, tl.min(tl.min(least, axis=0), axis=0))
     tl.store(at + n + 3, tl.max(tl.max(most, axis=0), axis=0))
-    if last_of_row(counter_pointer + matrix * (parts + 1), parts):
-        open_to, faults, total_k, lowest, highest = _facts(part_at, stride, parts, n, ROWS, WIDTH)
-        capacity, start, tau = load_columns(
-            capacity_pointer, capacity_matrix, capacity_column, bias_pointer, bias_matrix, bias_column,
-            tau_pointer, tau_stride, matrix, n, WIDTH,
-        )  # fmt: skip
+    if last_of_row(scratch.counter + matrix * (parts + 1), parts):
+        open_to, faults, total_k, lowest, highest = _facts(part_at, stride, parts, n, T.rows, T.width)
+        room, start, own_tau = load_columns(capacity, bias, tau, matrix, n, T.width)
         _start(
-            note_pointer + matrix * (NUMBERS + 3 * n), c_pointer + matrix * n, open_to, faults,
-            total_k, lowest, highest, capacity, start, tau, n, AT_MOST, FINE, WIDTH,
+            scratch.state + matrix * (NUMBERS + 3 * n), t.c + matrix * n, open_to, faults,
+            total_k, lowest, highest, room, start, own_tau, n, AT_MOST, FINE, T.width,
         )  # fmt: skip
 
 
@@ -166,27 +163,25 @@ def _start(
 
 @triton.jit(do_not_specialize=["m", "k_matrix", "length", "parts"])
 def step_assignments(
-    x_pointer, x_stride, k_pointer, k_matrix, k_row, out_pointer, r_pointer, c_pointer, note_pointer,
-    slope_pointer, part_pointer, counter_pointer, m, n, parts, length, most,
-    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, ADDED: tl.constexpr,
+    x, k, k_matrix, out_pointer, t, scratch, m, n, parts, length, most, CDF: tl.constexpr,
+    AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """A step of the columns' thresholds, if the matrix is open."""
     matrix, part = place(parts)
-    note = note_pointer + matrix * (NUMBERS + 3 * n)
+    note = scratch.state + matrix * (NUMBERS + 3 * n)
     if tl.load(note + STATUS) == OPEN:
         stride = n.to(tl.int64) * n + 2 * n + 8
-        part_at = part_pointer + matrix * parts * stride
+        part_at = scratch.left + matrix * parts * stride
         first, end = part * length, tl.minimum(m, (part + 1) * length)
-        slope_at = slope_pointer + matrix * m * n
+        slope_at = scratch.window + matrix * m * n
         _rows(
-            x_pointer + matrix * m * x_stride, x_stride, k_pointer + matrix * k_matrix, k_row,
-            out_pointer + matrix * m * n, r_pointer + matrix * m, c_pointer + matrix * n, note, slope_at,
-            part_at + part * stride, first, end, n, CDF, ROWS, WIDTH,
+            x.pointer + matrix * m * x.stride, x.stride, k.pointer + matrix * k_matrix, k.stride,
+            out_pointer + matrix * m * n, t.r + matrix * m, t.c + matrix * n, note, slope_at,
+            part_at + part * stride, first, end, n, CDF, T.rows, T.width,
         )  # fmt: skip
-        overlap(slope_at, part_at + part * stride + (2 * n + 8), first, end, n, BLOCK, DEPTH)
-        if add_up(part_at, counter_pointer + matrix * (parts + 1), part, parts, stride, GROUP, ADDED):
-            _move(note, c_pointer + matrix * n, part_at, n, most, AT_MOST, WIDTH, CHUNK)
+        overlap(slope_at, part_at + part * stride + (2 * n + 8), first, end, n, T.block, T.depth)
+        if add_up(part_at, scratch.counter + matrix * (parts + 1), part, parts, stride, T.group, T.added):
+            _move(note, t.c + matrix * n, part_at, n, most, AT_MOST, T.width, T.chunk)
 
 
 @triton.jit

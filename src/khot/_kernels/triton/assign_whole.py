@@ -7,11 +7,14 @@ way).
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from khot._kernels.reference import soft_assign as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Sizes
 from khot._kernels.triton.assign_decided import decide_all, goals
 from khot._kernels.triton.assign_rows import INF, LAST, TILE, flag, load_columns, load_rows, roots, wanted
 from khot._kernels.triton.assign_steps import DONE, NUMBERS, STATUS
@@ -196,14 +199,15 @@ def _next_stage(vectors, stage, rung, before, closing, tau, accepted, failed, n,
 
 @triton.jit
 def _solve(
-    rows, matrices, vectors, status, equal, spread, most, width, warm, tau, m, n, steps, power,
-    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+    rows, matrices, vectors, status, facts, warm, tau, m, n, steps, power,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The status after the steps in falling temperatures: 1 if the columns' thresholds have their loads.
 
-    The scores that are open span `spread`; `most` is the largest load, `width` the number of open columns,
-    and `warm` whether there is a guess, which is tried at τ before anything else."""
+    The facts are whether the sums are `equal`, how far the scores that are open `spread`, the largest load
+    (`most`), and the number of open columns (`width`). `warm` says that there is a guess, which is tried at τ
+    before anything else."""
+    equal, spread, most, width = facts
     # `rung` is the temperature after which the next one comes, `stage` one on the way to it. While `near`,
     # the guess is tried at τ. `closing` says that the rows are to be brought to the last c.
     highest = tau
@@ -218,20 +222,20 @@ def _solve(
     while status == 0:
         all_ += 1
         miss, off, densities, mean, slope = _missed(
-            rows, vectors, equal, stage, slope, first, most, width, m, n, power, CDF, AT_MOST, ROWS, WIDTH
+            rows, vectors, equal, stage, slope, first, most, width, m, n, power, CDF, AT_MOST, T.rows, T.width
         )
         square = tl.sum(off * off, axis=0)
         accepted = tl.where((first > 0) | (square < best), 1, 0)
         tl.debug_barrier()  # all threads have read what is stored again
         stuck = tl.where((damping > 1e6) | (worst <= ROUNDED * most), 1, 0) * (1 - accepted)
         if accepted > 0:
-            _put(vectors, C, _get(vectors, TRIED, n, WIDTH), n, WIDTH)
-            _put(vectors, MISS, miss, n, WIDTH)
-            _put(vectors, SLOPES, densities, n, WIDTH)
+            _put(vectors, C, _get(vectors, TRIED, n, T.width), n, T.width)
+            _put(vectors, MISS, miss, n, T.width)
+            _put(vectors, SLOPES, densities, n, T.width)
             best, scale = square, mean + most * 1e-12
             worst = tl.where(square == square, tl.max(tl.abs(off), axis=0), square)
             damping = tl.where(first > 0, 1e-6, tl.maximum(damping / 10, 1e-12))
-            overlap(rows[6], matrices[0], 0, m, n, BLOCK, DEPTH)
+            overlap(rows[6], matrices[0], 0, m, n, T.block, T.depth)
         else:
             damping = tl.where(damping >= 1e-3, damping * 10, 1e-3)
         count = tl.where(first > 0, 0, count + 1)
@@ -241,18 +245,18 @@ def _solve(
         leaves = tl.where((near > 0) & (first > 0) & (worst > NEAR * most), 1, near * ended * failed)
         if leaves > 0:  # the guess was too far away
             near, first, closing, stage = 0, 1, 0, highest
-            _put(vectors, TRIED, _get(vectors, C, n, WIDTH) * 0, n, WIDTH)
+            _put(vectors, TRIED, _get(vectors, C, n, T.width) * 0, n, T.width)
         elif ended > 0:
             first = 1
             stage, rung, before, status, closing = _next_stage(
-                vectors, stage, rung, before, closing, tau, accepted, failed, n, WIDTH
+                vectors, stage, rung, before, closing, tau, accepted, failed, n, T.width
             )
         else:
             first = 0
             trial = _next_trial(
-                matrices, vectors, equal, scale, damping, width, stage, n, AT_MOST, WIDTH, CHUNK
+                matrices, vectors, equal, scale, damping, width, stage, n, AT_MOST, T.width, T.chunk
             )
-            _put(vectors, TRIED, trial, n, WIDTH)
+            _put(vectors, TRIED, trial, n, T.width)
         tl.debug_barrier()
         status = tl.where((status == 0) & (all_ >= steps), 2, status)
 
@@ -261,13 +265,14 @@ def _solve(
 
 @triton.jit
 def _write(
-    x_at, x_stride, state_at, out_at, r_at, c_at, vectors, status, equal, width, tau, m, n, power,
-    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    rows, out_at, c_at, vectors, status, equal, width, tau, m, n, power,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The results, which are NaN unless the status is 1."""
-    column = tl.arange(0, WIDTH)
+    x_at, x_stride, _, _, state_at, r_at, _ = rows
+    column = tl.arange(0, T.width)
     there = column < n
-    c, settled = _get(vectors, C, n, WIDTH), _get(vectors, SETTLED, n, WIDTH)
+    c, settled = _get(vectors, C, n, T.width), _get(vectors, SETTLED, n, T.width)
     free = there & (settled == 0)
     shift = tl.sum(c, axis=0) / width
     if AT_MOST:
@@ -277,8 +282,8 @@ def _write(
     thresholds = tl.where(settled > 0, INF, tl.where(settled < 0, -INF, c - shift))
     thresholds = tl.where(settled == INF, 0.0, thresholds)
     tl.store(c_at + column, tl.where(solved, thresholds, float("nan")), mask=there)
-    for first_row in range(0, m, ROWS):
-        row, in_matrix, x = load_rows(x_at, x_stride, first_row, m, n, ROWS, WIDTH)
+    for first_row in range(0, m, T.rows):
+        row, in_matrix, x = load_rows(x_at, x_stride, first_row, m, n, T.rows, T.width)
         state = tl.load(state_at + row, mask=in_matrix, other=1.0)
         r = tl.load(r_at + row, mask=in_matrix, other=0.0)
         finite = tl.abs(x) < INF
@@ -301,65 +306,58 @@ def _write(
 
 @triton.jit(do_not_specialize=["m", "k_matrix", "steps"])
 def solve_whole(
-    x_pointer, x_stride, k_pointer, k_matrix, k_row, capacity_pointer, capacity_matrix, capacity_column,
-    tau_pointer, tau_stride, bias_pointer, bias_matrix, bias_column, out_pointer, r_pointer, c_pointer,
-    scratch_pointer, note_pointer, m, n, steps,
-    CDF: tl.constexpr, AT_MOST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+    x, k, k_matrix, capacity, tau, bias, out_pointer, t, scratch_pointer, note_pointer, m, n, steps,
+    CDF: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Solve a matrix, unless its note says that it is done."""
     matrix = tl.program_id(0).to(tl.int64)
     if note_pointer is not None:  # noqa: SIM102
         if tl.load(note_pointer + matrix * (NUMBERS + 3 * n) + STATUS) == DONE:
             return
-    x_at, k_at = x_pointer + matrix * m * x_stride, k_pointer + matrix * k_matrix
-    r_at = r_pointer + matrix * m
+    x_at, k_at = x.pointer + matrix * m * x.stride, k.pointer + matrix * k_matrix
+    r_at = t.r + matrix * m
     state_at = scratch_pointer + matrix * (m + n * (m + 2 * n + VECTORS))
     slope_at = state_at + m
     schur_at = slope_at + m.to(tl.int64) * n
     factor_at = schur_at + n * n
     vectors = factor_at + n * n
     power = tl.zeros((), tl.float64) + 1  # which no CDF with full support has
-    capacity, start, tau = load_columns(
-        capacity_pointer, capacity_matrix, capacity_column, bias_pointer, bias_matrix, bias_column,
-        tau_pointer, tau_stride, matrix, n, WIDTH,
-    )  # fmt: skip
+    room, start, own_tau = load_columns(capacity, bias, tau, matrix, n, T.width)
 
     status, equal, goal, left_k, most_k = goals(
-        x_at, x_stride, k_at, k_row, capacity, start, tau, m, n, AT_MOST, ROWS, WIDTH
+        x_at, x.stride, k_at, k.stride, room, start, own_tau, m, n, AT_MOST, T.rows, T.width
     )
-    tau = tl.where(status > 0, 1.0, tau)
+    own_tau = tl.where(status > 0, 1.0, own_tau)
     status, settled, load, below, low, high = decide_all(
-        x_at, x_stride, k_at, k_row, state_at, r_at, status, goal, equal, left_k, most_k, m, n, ROWS, WIDTH
-    )
+        x_at, x.stride, k_at, k.stride, state_at, r_at, status, goal, equal, left_k, most_k, m, n,
+        T.rows, T.width,
+    )  # fmt: skip
     free = settled == 0
     most = tl.max(tl.minimum(load, below), axis=0)
     width = tl.maximum(tl.sum(tl.where(free, 1.0, 0.0).to(tl.float64), axis=0), 1.0)
     middle = tl.sum(tl.where(free, start, 0.0), axis=0) / width
     start = tl.where(free, tl.where(equal > 0, start - middle, tl.maximum(start, 0.0)), 0.0)
-    _put(vectors, SETTLED, settled, n, WIDTH)
-    _put(vectors, LOAD, load, n, WIDTH)
-    _put(vectors, TRIED, start, n, WIDTH)
-    _put(vectors, C, start, n, WIDTH)
+    _put(vectors, SETTLED, settled, n, T.width)
+    _put(vectors, LOAD, load, n, T.width)
+    _put(vectors, TRIED, start, n, T.width)
+    _put(vectors, C, start, n, T.width)
     tl.debug_barrier()
-    rows = (x_at, x_stride, k_at, k_row, state_at, r_at, slope_at)
+    rows = (x_at, x.stride, k_at, k.stride, state_at, r_at, slope_at)
     status = _solve(
-        rows, (schur_at, factor_at), vectors, status, equal, high - low, most, width, flag(start != 0), tau,
-        m, n, steps, power, CDF, AT_MOST, ROWS, WIDTH, BLOCK, DEPTH, CHUNK,
+        rows, (schur_at, factor_at), vectors, status, (equal, high - low, most, width), flag(start != 0),
+        own_tau, m, n, steps, power, CDF, AT_MOST, T,
     )  # fmt: skip
     _write(
-        x_at, x_stride, state_at, out_pointer + matrix * m * n, r_at, c_pointer + matrix * n, vectors, status,
-        equal, width, tau, m, n, power, CDF, AT_MOST, ROWS, WIDTH,
+        rows, out_pointer + matrix * m * n, t.c + matrix * n, vectors, status, equal, width, own_tau, m, n,
+        power, CDF, AT_MOST, T,
     )  # fmt: skip
 
 
 KERNELS = (solve_whole,)
 
 
-def which(n: int, cdf: str, at_most: bool) -> dict[str, int]:
+def which(n: int, cdf: str, at_most: bool) -> dict[str, Any]:
     width = max(16, next_power_of_2(n))
     rows = max(1, TILE // width)
-    return {
-        "CDF": layout.cdf_id(cdf), "AT_MOST": at_most, "ROWS": rows, "WIDTH": width,
-        "BLOCK": min(BLOCK, width), "DEPTH": DEPTH, "CHUNK": rows, "num_warps": TILE // 64,
-    }  # fmt: skip
+    sizes = Sizes(rows, width, min(BLOCK, width), DEPTH, rows)
+    return {"CDF": layout.cdf_id(cdf), "AT_MOST": at_most, "T": sizes, "num_warps": TILE // 64}

@@ -15,7 +15,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference.soft_count import levels, like_counts
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Values
+from khot._kernels.triton.arguments import Cells, Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, joined, store
 from khot._kernels.triton.functions import POWER, full_support, median, place, side
@@ -117,26 +117,25 @@ def _part_of_levels(
 
 @triton.jit(do_not_specialize=SIZES)
 def _count(
-    x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer, tau_stride, tau_high, tau_low,
-    sums_pointer, n, m, groups, length, parts,
-    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
-    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
+    x, at, tau, sums_pointer, n, m, groups, length, parts, exponent, CDF: tl.constexpr, CENTRED: tl.constexpr,
+    COMPUTE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Σ F over one part of a row, at some of its levels."""
-    power = joined(power_high, power_low)
-    row, at, high, low, level, scale, part, first, stop = _part_of_levels(
-        (at_pointer, at_stride, at_high, at_low), (tau_pointer, tau_stride, tau_high, tau_low),
-        n, m, groups, length, parts, COMPUTE, HEIGHT,
-    )  # fmt: skip
-    x_pointer += row * x_stride
+    HEIGHT: tl.constexpr = T.height
+    WIDTH: tl.constexpr = T.width
+    power = joined(*exponent)
+    row, number, high, low, level, scale, part, first, stop = _part_of_levels(
+        at, tau, n, m, groups, length, parts, COMPUTE, T.height
+    )
+    x_at = x.pointer + row * x.stride
     count = tl.zeros((HEIGHT,), tl.float64)
-    for begin in range(first, stop, MANY * WIDTH):
+    for begin in range(first, stop, T.many * T.width):
         total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
-        for start in range(begin, tl.minimum(stop, begin + MANY * WIDTH), WIDTH):
-            column = start + tl.arange(0, WIDTH)
+        for start in range(begin, tl.minimum(stop, begin + T.many * T.width), T.width):
+            column = start + tl.arange(0, T.width)
             # F is 0 beyond the row
-            x = _load_entries(x_pointer + column, column < n, float("-inf"), COMPUTE)
-            z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+            held = _load_entries(x_at + column, column < n, float("-inf"), COMPUTE)
+            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
             total += distribution(z, power, CDF, CENTRED)
         count += tl.sum(total, axis=1).to(tl.float64)
     infinite = tl.abs(level) == float("inf")
@@ -145,121 +144,120 @@ def _count(
         own = 0.5 if CENTRED else 0.0
         above = tl.zeros((WIDTH,), tl.float64)
         below = tl.zeros((WIDTH,), tl.float64)
-        for start in range(first, stop, WIDTH):
-            column = start + tl.arange(0, WIDTH)
-            x = _load_entries(x_pointer + column, column < n, 0.0, COMPUTE)
-            above += tl.where(x == float("inf"), 1 - own, 0.0)
-            below += tl.where(column < n, tl.where(x == float("-inf"), own, 1.0), 0.0)
+        for start in range(first, stop, T.width):
+            column = start + tl.arange(0, T.width)
+            held = _load_entries(x_at + column, column < n, 0.0, COMPUTE)
+            above += tl.where(held == float("inf"), 1 - own, 0.0)
+            below += tl.where(column < n, tl.where(held == float("-inf"), own, 1.0), 0.0)
         ends = tl.where(level > 0, tl.sum(above, axis=0), tl.sum(below, axis=0))
         count = tl.where(infinite & (count == count), ends, count)
-    store(sums_pointer + (row * m + at) * parts + part, count, at < m)
+    store(sums_pointer + (row * m + number) * parts + part, count, number < m)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _count_densities(
-    x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer, tau_stride, tau_high, tau_low,
-    sums_pointer, n, m, groups, length, parts,
-    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
-    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
+    x, at, tau, sums_pointer, n, m, groups, length, parts, exponent, CDF: tl.constexpr, CENTRED: tl.constexpr,
+    COMPUTE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Σ f and Σ f·(x − b)/τ over one part of a row, at some of its levels."""
-    power = joined(power_high, power_low)
-    row, at, high, low, _, scale, part, first, stop = _part_of_levels(
-        (at_pointer, at_stride, at_high, at_low), (tau_pointer, tau_stride, tau_high, tau_low),
-        n, m, groups, length, parts, COMPUTE, HEIGHT,
-    )  # fmt: skip
-    x_pointer += row * x_stride
+    HEIGHT: tl.constexpr = T.height
+    WIDTH: tl.constexpr = T.width
+    power = joined(*exponent)
+    row, number, high, low, _, scale, part, first, stop = _part_of_levels(
+        at, tau, n, m, groups, length, parts, COMPUTE, T.height
+    )
+    x_at = x.pointer + row * x.stride
     mass = tl.zeros((HEIGHT,), tl.float64)
     moment = tl.zeros((HEIGHT,), tl.float64)
-    for begin in range(first, stop, MANY * WIDTH):
+    for begin in range(first, stop, T.many * T.width):
         total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
         total_z = tl.zeros((HEIGHT, WIDTH), COMPUTE)
-        for start in range(begin, tl.minimum(stop, begin + MANY * WIDTH), WIDTH):
-            column = start + tl.arange(0, WIDTH)
-            x = _load_entries(x_pointer + column, column < n, float("-inf"), COMPUTE)
-            z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+        for start in range(begin, tl.minimum(stop, begin + T.many * T.width), T.width):
+            column = start + tl.arange(0, T.width)
+            held = _load_entries(x_at + column, column < n, float("-inf"), COMPUTE)
+            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
             f = _pdf(z, power, CDF, CENTRED)
             total += f
             total_z += f * tl.minimum(tl.maximum(z, -FAR), FAR)
         mass += tl.sum(total, axis=1).to(tl.float64)
         moment += tl.sum(total_z, axis=1).to(tl.float64)
-    sums = sums_pointer + ((row * m + at) * parts + part) * 2
-    tl.store(sums, mass, mask=at < m)
-    tl.store(sums + 1, moment, mask=at < m)
+    sums = sums_pointer + ((row * m + number) * parts + part) * 2
+    tl.store(sums, mass, mask=number < m)
+    tl.store(sums + 1, moment, mask=number < m)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _pull_levels(
-    grad_pointer, grad_stride, at_pointer, at_stride, at_high, at_low, tau_pointer, tau_stride, tau_high,
-    tau_low, sums_pointer, dat_pointer, dtau_pointer, m, parts, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    grad, at, tau, sums_pointer, dat_pointer, dtau_pointer, m, parts, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a row's levels, −vΣf/τ, and of τ, −Σv Σ f·(x − b)/τ²; 0 at infinite levels."""
     row = tl.program_id(0).to(tl.int64)
-    scale = _scale((tau_pointer, tau_stride, tau_high, tau_low), row, tl.float64)
+    scale = _scale(tau, row, tl.float64)
     part = tl.arange(0, PARTS)
     dtau = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, m, WIDTH):
-        at = start + tl.arange(0, WIDTH)
-        there = at < m
-        level = _level_values((at_pointer, at_stride, at_high, at_low), row, at, there)
-        v = _load_grads(grad_pointer, grad_stride, level, row, at, there)
-        sums = sums_pointer + ((row * m + at[:, None]) * parts + part[None, :]) * 2
+        number = start + tl.arange(0, WIDTH)
+        there = number < m
+        level = _level_values(at, row, number, there)
+        v = _load_grads(grad.pointer, grad.stride, level, row, number, there)
+        sums = sums_pointer + ((row * m + number[:, None]) * parts + part[None, :]) * 2
         inside = there[:, None] & (part < parts)[None, :]
         mass = tl.sum(tl.load(sums, mask=inside, other=0.0), axis=1)
         moment = tl.sum(tl.load(sums + 1, mask=inside, other=0.0), axis=1)
-        store(dat_pointer + row * m + at, -v * mass * scale, there)
+        store(dat_pointer + row * m + number, -v * mass * scale, there)
         dtau -= v * moment * scale
     tl.store(dtau_pointer + row, tl.sum(dtau, axis=0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _pull_entries(
-    grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer,
-    tau_stride, tau_high, tau_low, dx_pointer, n, m, parts,
-    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
-    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    grad, x, at, tau, dx_pointer, n, m, parts, exponent, CDF: tl.constexpr, CENTRED: tl.constexpr,
+    COMPUTE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some of a row's entries, Σ v f/τ over the levels."""
-    power = joined(power_high, power_low)
+    HEIGHT: tl.constexpr = T.height
+    WIDTH: tl.constexpr = T.width
+    power = joined(*exponent)
     row, part = place(parts)
-    column = part * WIDTH + tl.arange(0, WIDTH)
-    scale = _scale((tau_pointer, tau_stride, tau_high, tau_low), row, COMPUTE)
-    x = _load_entries(x_pointer + row * x_stride + column, column < n, 0.0, COMPUTE)
+    column = part * T.width + tl.arange(0, T.width)
+    scale = _scale(tau, row, COMPUTE)
+    held = _load_entries(x.pointer + row * x.stride + column, column < n, 0.0, COMPUTE)
     total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
-    for start in range(0, m, HEIGHT):
-        at = start + tl.arange(0, HEIGHT)
-        high, low, level = _load_levels((at_pointer, at_stride, at_high, at_low), row, at, at < m, COMPUTE)
-        v = _load_grads(grad_pointer, grad_stride, level, row, at, at < m).to(COMPUTE)
-        z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+    for start in range(0, m, T.height):
+        number = start + tl.arange(0, T.height)
+        high, low, level = _load_levels(at, row, number, number < m, COMPUTE)
+        v = _load_grads(grad.pointer, grad.stride, level, row, number, number < m).to(COMPUTE)
+        z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
         total += v[:, None] * _pdf(z, power, CDF, CENTRED)
     store(dx_pointer + row * n + column, tl.sum(total, axis=0) * scale, column < n)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _pull_row(
-    grad_pointer, grad_stride, x_pointer, x_stride, at_pointer, at_stride, at_high, at_low, tau_pointer,
-    tau_stride, tau_high, tau_low, dx_pointer, dat_pointer, dtau_pointer, n, m,
-    power_high, power_low, CDF: tl.constexpr, CENTRED: tl.constexpr, COMPUTE: tl.constexpr,
-    EXACT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MANY: tl.constexpr,
+    grad, x, at, tau, dx_pointer, dat_pointer, dtau_pointer, n, m, exponent, CDF: tl.constexpr,
+    CENTRED: tl.constexpr, COMPUTE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a row whose levels are in one tile: those of :func:`_pull_levels` and of
     :func:`_pull_entries`, from the same densities."""
-    power = joined(power_high, power_low)
+    HEIGHT: tl.constexpr = T.height
+    WIDTH: tl.constexpr = T.width
+    power = joined(*exponent)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, HEIGHT)
-    high, low, level = _load_levels((at_pointer, at_stride, at_high, at_low), row, at, at < m, COMPUTE)
-    v = _load_grads(grad_pointer, grad_stride, level, row, at, at < m)
-    tau = (tau_pointer, tau_stride, tau_high, tau_low)
-    scale, fine = _scale(tau, row, COMPUTE), _scale(tau, row, tl.float64)
+    number = tl.arange(0, T.height)
+    high, low, level = _load_levels(at, row, number, number < m, COMPUTE)
+    v = _load_grads(grad.pointer, grad.stride, level, row, number, number < m)
+    own_tau = tau
+    scale, fine = _scale(own_tau, row, COMPUTE), _scale(own_tau, row, tl.float64)
     mass = tl.zeros((HEIGHT,), tl.float64)
     moment = tl.zeros((HEIGHT,), tl.float64)
-    for begin in range(0, n, MANY * WIDTH):
+    for begin in range(0, n, T.many * T.width):
         total = tl.zeros((HEIGHT, WIDTH), COMPUTE)
         total_z = tl.zeros((HEIGHT, WIDTH), COMPUTE)
-        for start in range(begin, tl.minimum(n, begin + MANY * WIDTH), WIDTH):
-            column = start + tl.arange(0, WIDTH)
-            x = _load_entries(x_pointer + row * x_stride + column, column < n, float("-inf"), COMPUTE)
-            z = _distance(x[None, :], high[:, None], low[:, None], scale, EXACT)
+        for start in range(begin, tl.minimum(n, begin + T.many * T.width), T.width):
+            column = start + tl.arange(0, T.width)
+            held = _load_entries(x.pointer + row * x.stride + column, column < n, float("-inf"), COMPUTE)
+            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
             f = _pdf(z, power, CDF, CENTRED)
             total += f
             total_z += f * tl.minimum(tl.maximum(z, -FAR), FAR)
@@ -267,7 +265,7 @@ def _pull_row(
             store(dx_pointer + row * n + column, dx, column < n)
         mass += tl.sum(total, axis=1).to(tl.float64)
         moment += tl.sum(total_z, axis=1).to(tl.float64)
-    store(dat_pointer + row * m + at, -v * mass * fine, at < m)
+    store(dat_pointer + row * m + number, -v * mass * fine, number < m)
     tl.store(dtau_pointer + row, -tl.sum(v * moment * fine, axis=0))
 
 
@@ -296,13 +294,12 @@ class _Tile:
             self.at = Values(*layout.rows(at, self.m), 0.0, 0.0)
         else:
             self.at = given(at, batch, x.device)
+        exact = at.dtype != torch.float64 or compute == tl.float64
         self.which = {
             "CDF": layout.cdf_id(cdf),
             "CENTRED": centred,
             "COMPUTE": compute,
-            "EXACT": at.dtype != torch.float64 or compute == tl.float64,
-            "HEIGHT": self.height,
-            "WIDTH": self.width,
+            "T": Cells(exact, self.height, self.width, MANY),
             "num_warps": min(4, max(1, self.height * self.width // 256)),
         }
 
@@ -324,8 +321,7 @@ def soft_count(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centr
     )
     launch(
         _count, tile.rows * tile.groups * tile.parts,
-        *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
-        *tile.power, **tile.which, MANY=MANY,
+        tile.x, tile.at, tile.tau, sums, n, m, tile.groups, tile.length, tile.parts, tile.power, **tile.which,
     )  # fmt: skip
     return sums if whole else sums.sum(-1).to(dtype)
 
@@ -344,8 +340,7 @@ def soft_count_backward(
     if tile.parts == tile.groups == 1:
         launch(
             _pull_row, tile.rows,
-            *incoming, *tile.x, *tile.at, *tile.tau, dx, dat, dtau, n, m,
-            *tile.power, **tile.which, MANY=MANY,
+            incoming, tile.x, tile.at, tile.tau, dx, dat, dtau, n, m, tile.power, **tile.which,
         )  # fmt: skip
         return dx, dat, dtau
     sums = torch.empty(tile.rows * m * tile.parts * 2, dtype=torch.float64, device=x.device)
@@ -353,16 +348,15 @@ def soft_count_backward(
     entries = cdiv(n, tile.width)
     launch(
         _count_densities, tile.rows * tile.groups * tile.parts,
-        *tile.x, *tile.at, *tile.tau, sums, n, m, tile.groups, tile.length, tile.parts,
-        *tile.power, **tile.which, MANY=MANY,
+        tile.x, tile.at, tile.tau, sums, n, m, tile.groups, tile.length, tile.parts, tile.power, **tile.which,
     )  # fmt: skip
     launch(
         _pull_levels, tile.rows,
-        *incoming, *tile.at, *tile.tau, sums, dat, dtau, m, tile.parts,
+        incoming, tile.at, tile.tau, sums, dat, dtau, m, tile.parts,
         WIDTH=width, PARTS=next_power_of_2(tile.parts),
     )  # fmt: skip
     launch(
         _pull_entries, tile.rows * entries,
-        *incoming, *tile.x, *tile.at, *tile.tau, dx, n, m, entries, *tile.power, **tile.which,
+        incoming, tile.x, tile.at, tile.tau, dx, n, m, entries, tile.power, **tile.which,
     )  # fmt: skip
     return dx, dat, dtau

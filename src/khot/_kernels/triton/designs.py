@@ -14,6 +14,7 @@ from torch import Tensor
 
 from khot._kernels.reference import draws as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Nodes, Rows
 from khot._kernels.triton.draws import SIZES, uniforms
 from khot._kernels.triton.fast import double, total
 from khot._kernels.triton.functions import place
@@ -132,8 +133,7 @@ def _one_uniform(seed, row, column):
 
 @triton.jit(do_not_specialize=["rows", *SIZES])
 def _duels(
-    x_pointer, x_stride, units_pointer, phantom_pointer, seed_pointer, out_pointer, x_after, units_after,
-    rows, n, nodes, column, parts, tolerance,
+    playing, phantom_pointer, seed_pointer, out_pointer, after, rows, n, nodes, column, parts, tolerance,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, SUMMED: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def _duels(
     node = (part * WIDTH + tl.arange(0, WIDTH))[None, :]
     there = (row < rows) & (node < nodes)
     units_there = there & (node < n) if SUMMED or phantom_pointer is not None else there
-    x = double(tl.load(x_pointer + row * x_stride + node, mask=units_there, other=0.0))
+    x = double(tl.load(playing.x.pointer + row * playing.x.stride + node, mask=units_there, other=0.0))
     if SUMMED:
         counts = total(_counts(x), 2)
         phantom = _phantom(counts[0], counts[1], tolerance)[:, None]
@@ -158,8 +158,8 @@ def _duels(
         phantom = tl.load(phantom_pointer + row, mask=row < rows, other=0.0)
         x = tl.where(node == n, phantom, tl.where(phantom == phantom, x, float("nan")))
     unit = node + tl.zeros((TOGETHER, WIDTH), tl.int32)
-    if units_pointer is not None:
-        unit = tl.load(units_pointer + row * nodes + node, mask=there, other=n)
+    if playing.units is not None:
+        unit = tl.load(playing.units + row * nodes + node, mask=there, other=n)
     unit = tl.where(there, unit, n)
     seed = tl.load(seed_pointer)
     to = out_pointer + row * n
@@ -182,8 +182,8 @@ def _duels(
         tl.store(to + unit, y.to(out_pointer.dtype.element_ty), mask=unit < n)
     else:
         at = row * parts + part
-        tl.store(x_after + at, x, mask=row < rows)
-        tl.store(units_after + at, unit, mask=row < rows)
+        tl.store(after.x.pointer + at, x, mask=row < rows)
+        tl.store(after.units + at, unit, mask=row < rows)
 
 
 def tournament(probs: Tensor, seed: Tensor) -> Tensor:
@@ -214,17 +214,15 @@ def _play(
 ) -> None:  # fmt: skip
     """Fill out by a tournament of so many nodes a row."""
     n = probs.shape[-1]
-    rows, (x, stride) = out.numel() // n, layout.rows(probs, n)
-    units, column = None, 0
+    rows, playing, column = out.numel() // n, Nodes(layout.rows(probs, n), None), 0
     while True:
         which, parts = way(nodes)
         levels = which["LEVELS"]
-        after = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
-        units_after = torch.empty_like(after, dtype=torch.int32)
+        left = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.float64, device=probs.device)
+        after = Nodes(Rows(left, parts), torch.empty_like(left, dtype=torch.int32))
         launch(
             _duels, cdiv(rows, which["TOGETHER"]) * parts,
-            x, stride, units, phantom, seed, out, after, units_after,
-            rows, n, nodes, column, parts, tolerance,
+            playing, phantom, seed, out, after, rows, n, nodes, column, parts, tolerance,
             SUMMED=summed, LAST=parts == 1, **which,
         )  # fmt: skip
         if parts == 1:
@@ -232,7 +230,7 @@ def _play(
         for _ in range(levels):
             nodes = (nodes + 1) // 2
             column += nodes
-        x, stride, units, phantom, summed = after, parts, units_after, None, False
+        playing, phantom, summed = after, None, False
 
 
 def way(nodes: int) -> tuple[dict[str, int], int]:
