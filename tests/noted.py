@@ -31,8 +31,12 @@ class Launches:
                     kernel[grid](*args, **constants)
                     outer.names.append(name)
                     given = dict(zip(kernel.arg_names, args, strict=False))
-                    if "state_pointer" in given:
-                        given["status"] = given["state_pointer"][:, 0].tolist()
+                    for each in given.pop("scratch", None), given.pop("t", None):  # by what they hold
+                        if hasattr(each, "_asdict"):
+                            given |= {f"{field}_pointer": value for field, value in each._asdict().items()}
+                    if given.get("state_pointer") is not None:
+                        state = given["state_pointer"]
+                        given["status"] = state.reshape(len(state), -1)[:, 0].tolist()
                     outer.given[name] = given
 
                 return run

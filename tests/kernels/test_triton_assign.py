@@ -227,8 +227,8 @@ def taken(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[None]:
         real = find(kernel, **constants)
 
         def step(programs: int, *given: Any) -> None:
-            note, n = given[8], given[-4]
-            if (note.view(-1, steps.NOTES + 3 * n)[:, steps.STATUS.value] == steps.OPEN.value).any():
+            state, n = given[5].state, given[-4]
+            if (state.view(-1, steps.NOTES + 3 * n)[:, steps.STATUS.value] == steps.OPEN.value).any():
                 real(programs, *given)
                 found.append(None)
 

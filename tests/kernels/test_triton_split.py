@@ -206,8 +206,8 @@ def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         _, hi, lo = split.soft_topk(x, number(3.0), number(tau), "laplace", 0.0, "y")
         split.soft_topk_backward(x, torch.zeros(()), x, hi, lo, number(tau), "laplace", 0.0, "y")
         assert tuple(forward.names) == FORWARD and tuple(backward.names) == BACKWARD
-        assert forward.given["_finish_parts"]["scratch"].counter.tolist() == [0]
-        assert backward.given["_pull_parts"]["scratch"].counter.tolist() == [0]
+        assert forward.given["_finish_parts"]["counter_pointer"].tolist() == [0]
+        assert backward.given["_pull_parts"]["counter_pointer"].tolist() == [0]
         forward.names.clear()
         backward.names.clear()
 

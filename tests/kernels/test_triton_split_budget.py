@@ -92,7 +92,7 @@ def test_launches_forward(split: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     for cost, status in ((x.abs(), split.split_budget.DONE), (x.abs() * 0, split.split_budget.CAREFUL)):
         y, *_ = split.soft_budget(x, cost, *numbers(0.3, 1.0), "logistic", 0.0, "score", True)
         assert y.isfinite().all()
-        assert noted.given["_spend_parts"]["scratch"].counter.tolist() == [0]
+        assert noted.given["_spend_parts"]["counter_pointer"].tolist() == [0]
         assert noted.given["_rescue_budgets"]["status"] == [status.value]
     weigh, spend, rescue, write = FORWARD
     assert noted.names == [weigh, *[spend] * STEPS, rescue, write] * 2
@@ -108,6 +108,6 @@ def test_launches_backward(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -
             x, *numbers(0.0), x, x.abs(), torch.tensor([hi]).double(), torch.zeros(1).double(), *rest
         )
         assert all(v.isfinite().all() for v in found)
-        assert noted.given[BACKWARD[0]]["scratch"].counter.tolist() == [0]
-        assert noted.given[BACKWARD[0]]["done_pointer"].tolist() == [int(hi > 1)]
+        assert noted.given[BACKWARD[0]]["counter_pointer"].tolist() == [0]
+        assert noted.given[BACKWARD[0]]["state_pointer"].tolist() == [int(hi > 1)]
     assert noted.names == [*BACKWARD] * 2

@@ -162,6 +162,6 @@ def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         y, hi, lo = split.soft_topk_magnitude(x, number(3.0), number(tau), 2.0, True)
         given = (x, number(0.0), x, y, number(3.0), hi, lo, number(tau), 2.0, True)
         split.soft_topk_magnitude_backward(*given)
-        assert noted.given["_finish_parts"]["scratch"].counter.tolist() == [0]
-        assert rest.given["_pull_size_parts"]["scratch"].counter.tolist() == [0]
+        assert noted.given["_finish_parts"]["counter_pointer"].tolist() == [0]
+        assert rest.given["_pull_size_parts"]["counter_pointer"].tolist() == [0]
     assert noted.names == [*FORWARD[:3]] * 2 and rest.names == [FORWARD[3], *BACKWARD] * 2
