@@ -68,9 +68,18 @@ def calls() -> Iterator[tuple[str, tuple[int, ...], str, Call]]:
         for by, shape in product(("score", "value"), SHAPES["float32"]):
             how = partial(khot.soft_budget, budget=8.0, tau=0.5, cdf=cdf, by=by, at_most=shape[1] == 1_000)
             yield f"soft_budget, {cdf.name}, {by}", shape, "float32", lambda x, how=how: how(x, x.detach())
+    for groups, dtype in product((1, 8), ("float32", "bfloat16")):
+        balancer = partial(khot.nn.QuantileBalancer, 64, 8, groups=groups, top_groups=(groups + 1) // 2)
+        yield f"nn.QuantileBalancer, {groups}", (4_096, 64), dtype, partial(_made, balancer)
     for p, shape in product((2.0, 4 / 3, 1.15), SHAPES["float32"]):
         size = partial(khot.soft_topk_magnitude, k=8, p=p)
         yield f"soft_topk_magnitude, {p:.2f}", shape, "float32", size
+
+
+def _made(module: Callable[[], Call], x: Any) -> Any:
+    """The result of a module that is made on the device of its input."""
+    with x.device:
+        return module()(x)
 
 
 def _addresses(value: Any) -> Any:

@@ -204,7 +204,6 @@ def device_functions() -> dict[str, int]:
 #: (:mod:`khot._kernels.triton.arguments`).
 MANY = {
     "around._around": "its strides are of any alignment, and Triton specialises what is within a tuple",
-    "count_distances._count_distances": "its pointers and strides are not nested yet",
 }
 FEW = 16
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import count_distances as reference
 from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Rows, Tile
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv
 
@@ -15,6 +18,14 @@ __all__ = ["KERNELS", "count_distances"]
 
 OCTAVES, MANTISSA = tl.constexpr(reference.OCTAVES), tl.constexpr(reference.MANTISSA)
 SCALE, WIDER = tl.constexpr(reference.SCALE), tl.constexpr(reference.WIDER)
+
+
+class Groups(NamedTuple):
+    """Of groups of neighbours the sums that decide, the largest of these, and which groups are closed."""
+
+    sums: Rows | None
+    tops: Rows | None
+    closed: Rows | None
 
 
 @triton.jit
@@ -28,41 +39,40 @@ def _distance(scores, chosen, last, next, both):
 
 @triton.jit(do_not_specialize=["rows"])
 def _count_distances(
-    counts_pointer, x_pointer, x_stride, values_pointer, values_stride, best_pointer, best_stride,
-    updates_pointer, octave_pointer, mask_pointer,
-    sums_pointer, sums_stride, tops_pointer, tops_stride, closed_pointer, closed_stride,
-    rows, n, k, size, top,
-    HALF: tl.constexpr, DROPPED: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    counts_pointer, x, values, best, updates_pointer, octave_pointer, mask_pointer, groups,
+    rows, n, k, size, top, HALF: tl.constexpr, DROPPED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    column = tl.arange(0, WIDTH)[None, :]
+    row = tl.program_id(0).to(tl.int64) * T.together + tl.arange(0, T.together)
+    column = tl.arange(0, T.width)[None, :]
     there = row < rows
     valid = there[:, None] & (column < n)
-    x = tl.load(x_pointer + row[:, None] * x_stride + column, mask=valid, other=0.0)
+    score = tl.load(x.pointer + row[:, None] * x.stride + column, mask=valid, other=0.0)
     both = tl.load(updates_pointer) % 2 == 0
-    counted = there & (tl.max((x != x).to(tl.int32), axis=1) == 0)
+    counted = there & (tl.max((score != score).to(tl.int32), axis=1) == 0)
     if mask_pointer is not None:
         counted &= tl.load(mask_pointer + row, mask=there, other=0) != 0
 
     shut = column < 0
-    if closed_pointer is not None:
+    if groups.closed is not None:
         group = column // size
-        shut = tl.load(closed_pointer + row[:, None] * closed_stride + group, mask=valid, other=0) != 0
+        at = groups.closed.pointer + row[:, None] * groups.closed.stride + group
+        shut = tl.load(at, mask=valid, other=0) != 0
     # of equal scores the first are chosen, so that the k-th best is the last of its equals that is; those of
     # closed groups are offered as −inf
-    at = row * values_stride + k
-    last = tl.load(values_pointer + at - 1, mask=there, other=0.0)[:, None]
-    next = tl.load(values_pointer + at, mask=there, other=0.0)[:, None]
-    least = tl.load(best_pointer + row * best_stride + k - 1, mask=there, other=0)[:, None]
-    offered = tl.where(shut, float("-inf"), x)
+    at = values.pointer + row * values.stride + k
+    last = tl.load(at - 1, mask=there, other=0.0)[:, None]
+    next = tl.load(at, mask=there, other=0.0)[:, None]
+    least = tl.load(best.pointer + row * best.stride + k - 1, mask=there, other=0)[:, None]
+    offered = tl.where(shut, float("-inf"), score)
     chosen = (offered > last) | ((offered == last) & (column <= least))
 
-    distance = _distance(x, chosen, last, next, both)
-    if closed_pointer is not None:
-        sums = tl.load(sums_pointer + row[:, None] * sums_stride + group, mask=valid, other=0.0)
-        at = row * tops_stride + top
-        last = tl.load(tops_pointer + at - 1, mask=there, other=0.0)[:, None]
-        next = tl.load(tops_pointer + at, mask=there, other=0.0)[:, None]
+    distance = _distance(score, chosen, last, next, both)
+    if groups.closed is not None:
+        at = groups.sums.pointer + row[:, None] * groups.sums.stride + group
+        sums = tl.load(at, mask=valid, other=0.0)
+        at = groups.tops.pointer + row * groups.tops.stride + top
+        last = tl.load(at - 1, mask=there, other=0.0)[:, None]
+        next = tl.load(at, mask=there, other=0.0)[:, None]
         short = _distance(sums, shut == 0, last, next, both)
         short = tl.where(size > 1, short * 0.5, short)
         larger = tl.where((short > distance) | (short != short), short, distance)
@@ -75,8 +85,8 @@ def _count_distances(
     bits = tl.abs(distance).to(tl.int32, bitcast=True)
     place = tl.minimum(tl.maximum((bits - lowest) >> dropped, 0), HALF - 1)
     place = tl.where(chosen, HALF - 1 - place, HALF + place)
-    place = tl.where(x == float("-inf"), 2 * HALF, place)
-    one = tl.full((TOGETHER, WIDTH), 1, tl.int64)
+    place = tl.where(score == float("-inf"), 2 * HALF, place)
+    one = tl.full((T.together, T.width), 1, tl.int64)
     at = counts_pointer + place.to(tl.int64) * n + column
     tl.atomic_add(at, one, mask=valid & counted[:, None], sem="relaxed")
 
@@ -105,15 +115,14 @@ def count_distances(
     if not biased.numel():
         return
     bins, rows, (width, together, warps) = counts.shape[0] - 1, biased.numel() // n, layout.block(n)
-    groups = [None if v is None else layout.rows(v, v.shape[-1]) for v in (sums, tops, closed)]
+    groups = Groups(*(None if v is None else layout.rows(v, v.shape[-1]) for v in (sums, tops, closed)))
     launch(
         _count_distances, cdiv(rows, together),
-        counts, *layout.rows(biased, n), *layout.rows(values, values.shape[-1]),
-        *layout.rows(best, best.shape[-1]), updates, octave, None if mask is None else mask.contiguous(),
-        *(part for pair in groups for part in (pair or (None, 0))),
+        counts, *(layout.rows(v, v.shape[-1]) for v in (biased, values, best)),
+        updates, octave, None if mask is None else mask.contiguous(), groups,
         rows, n, values.shape[-1] - 1,
         1 if sums is None else n // sums.shape[-1], 0 if tops is None else tops.shape[-1] - 1,
         HALF=bins // 2, DROPPED=reference.dropped_bits(bins),
-        TOGETHER=together, WIDTH=width, num_warps=warps,
+        T=Tile(together, 1, width, full=False, streams=False, chunk=0), num_warps=warps,
         enable_fp_fusion=False,  # so that a middle of cutoffs is rounded as the reference rounds it
     )  # fmt: skip
