@@ -58,7 +58,7 @@ def _pull_quantiles(
     x, both_pointer, weight, grad_pointer, dx_pointer, dweight_pointer, rows, n, count, COMPUTE: tl.constexpr,
     TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row, there, column, valid, held = hold(x.pointer, x.stride, rows, n, COMPUTE, TOGETHER, WIDTH)
+    row, there, column, valid, held = hold(x, rows, n, COMPUTE, TOGETHER, WIDTH)
     dx = tl.zeros_like(held)
     for j in range(count):
         upper = both_pointer + row * (2 * count) + j
@@ -91,9 +91,8 @@ def quantiles(x: Tensor, k: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     together, which = held(rows, n, layout.compute(x.dtype))
     asked = places.given(k, x)
     launch(
-        _resident_quantiles, cdiv(rows, together),
-        layout.rows(x, n), asked, Weight(*given), out, both, rows, n, count,
-        FOLLOWS=asked.pointer is None and count == 1, **which,
+        _resident_quantiles, cdiv(rows, together), layout.rows(x, n), asked, Weight(*given), out, both, rows,
+        n, count, FOLLOWS=asked.pointer is None and count == 1, **which,
     )  # fmt: skip
     return out, both
 

@@ -222,8 +222,8 @@ def _draw(
 
 @triton.jit(do_not_specialize=["n"])
 def _conditional_poisson(
-    x_pointer, x_stride, seed_pointer, out_pointer, scratch_pointer, n, tolerance,
-    CHUNK: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = False,
+    x, seed_pointer, out_pointer, scratch_pointer, n, tolerance, CHUNK: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """A row whose sum is whole has no phantom unit, for which a NARROW block is enough.
 
@@ -231,7 +231,7 @@ def _conditional_poisson(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, NARROW)
     scratch = scratch_pointer + row * (BLOCK + 4 * FREQUENCIES)
-    x_row, out_row, seed = x_pointer + row * x_stride, out_pointer + row * n, tl.load(seed_pointer)
+    x_row, out_row, seed = x.pointer + row * x.stride, out_pointer + row * n, tl.load(seed_pointer)
     sums = total(_moments(tl.load(x_row + column, mask=column < n, other=0.0)), 1)
     k, phantom, _, fair = _plan(sums[0], sums[1], 0.0, tolerance)
     if WHOLE:
@@ -262,5 +262,5 @@ def conditional_poisson_sample(probs: Tensor, seed: Tensor, tolerance: float) ->
         rows, constants["BLOCK"] + 4 * FREQUENCIES.value, dtype=torch.float64, device=probs.device
     )
     out = probs.new_empty(probs.shape)
-    launch(_conditional_poisson, rows, *layout.rows(probs, n), seed, out, scratch, n, tolerance, **constants)
+    launch(_conditional_poisson, rows, layout.rows(probs, n), seed, out, scratch, n, tolerance, **constants)
     return out

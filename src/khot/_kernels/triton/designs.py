@@ -59,9 +59,9 @@ def _row_counts(x_at, n, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _phantoms(x_pointer, x_stride, phantom_pointer, n, tolerance, WIDTH: tl.constexpr):
+def _phantoms(x, phantom_pointer, n, tolerance, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    sum, wrong, _, _ = _row_counts(x_pointer + row * x_stride, n, WIDTH)
+    sum, wrong, _, _ = _row_counts(x.pointer + row * x.stride, n, WIDTH)
     tl.store(phantom_pointer + row, _phantom(sum, wrong, tolerance))
 
 
@@ -76,11 +76,9 @@ def _ticks(line, places, shift, bits, k, uncertain):
 
 
 @triton.jit
-def _systematic(
-    x_pointer, x_stride, seed_pointer, out_pointer, n, bits, tolerance, WIDTH: tl.constexpr
-):  # fmt: skip
+def _systematic(x, seed_pointer, out_pointer, n, bits, tolerance, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    x_at, out_at = x_pointer + row * x_stride, out_pointer + row * n
+    x_at, out_at = x.pointer + row * x.stride, out_pointer + row * n
     sum, wrong, certain, between = _row_counts(x_at, n, WIDTH)
     phantom = _phantom(sum, wrong, tolerance)
     fair = phantom == phantom
@@ -116,7 +114,7 @@ def systematic_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
     width = min(WIDTH, next_power_of_2(n + 1))
     launch(
         _systematic, out.numel() // n,
-        *layout.rows(probs, n), seed, out, n, reference.line_bits(n + 1), tolerance,
+        layout.rows(probs, n), seed, out, n, reference.line_bits(n + 1), tolerance,
         WIDTH=width, num_warps=max(1, width // 256),
     )  # fmt: skip
     return out
@@ -203,7 +201,7 @@ def pivotal_sample(probs: Tensor, seed: Tensor, tolerance: float) -> Tensor:
     if n + 1 > NODES:
         rows, source = out.numel() // n, layout.rows(probs, n)
         phantom = torch.empty(rows, dtype=torch.float64, device=probs.device)
-        launch(_phantoms, rows, *source, phantom, n, tolerance, WIDTH=WIDTH, num_warps=WIDTH // 256)
+        launch(_phantoms, rows, source, phantom, n, tolerance, WIDTH=WIDTH, num_warps=WIDTH // 256)
     _play(probs, seed, out, n + 1, phantom, phantom is None, tolerance)
     return out
 

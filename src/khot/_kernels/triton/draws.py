@@ -132,21 +132,19 @@ def uniform(seed: Tensor, rows: int, n: int, offset: int) -> Tensor:
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _part_order_keys(
-    theta_pointer, theta_stride, seed_pointer, out_pointer, n, parts, PAIRS: tl.constexpr
-):  # fmt: skip
+def _part_order_keys(theta, seed_pointer, out_pointer, n, parts, PAIRS: tl.constexpr):
     """θ − logit U, the greatest of which are chosen; finite, so that k of them always are."""
     row, part = place(parts)
     pair = part * PAIRS + tl.arange(0, PAIRS)
     column = _columns(pair)
     there = column < n
-    theta = tl.load(theta_pointer + row * theta_stride + column, mask=there, other=0.0)
-    theta = double(theta)
+    own_theta = tl.load(theta.pointer + row * theta.stride + column, mask=there, other=0.0)
+    own_theta = double(own_theta)
     first, second = uniforms(tl.load(seed_pointer), row, pair)
     u = tl.join(first, second)
-    key = theta - tl.log(u / (1 - u))
+    key = own_theta - tl.log(u / (1 - u))
     # a unit whose θ is NaN comes last
-    key = tl.where(theta == theta, tl.minimum(tl.maximum(key, -1.6e308), 1.6e308), -1.7e308)
+    key = tl.where(own_theta == own_theta, tl.minimum(tl.maximum(key, -1.6e308), 1.6e308), -1.7e308)
     tl.store(out_pointer + row * n + column, key, mask=there)
 
 
@@ -161,7 +159,7 @@ def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
     launch(
         _part_order_keys,
         theta.numel() // n * parts,
-        *layout.rows(theta, n),
+        layout.rows(theta, n),
         seed,
         keys,
         n,
@@ -374,15 +372,15 @@ def _draw(p, out_row, seed, row, n, k, phantom, d, fair, PIECES: tl.constexpr, P
 
 @triton.jit
 def _pareto(
-    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, n, least,
-    tolerance, PIECES: tl.constexpr, PAIRS: tl.constexpr, MORE: tl.constexpr, MORE_PAIRS: tl.constexpr,
+    x, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, n, least, tolerance,
+    PIECES: tl.constexpr, PAIRS: tl.constexpr, MORE: tl.constexpr, MORE_PAIRS: tl.constexpr,
     WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """A row whose sum is whole has no phantom unit. Any other needs MORE pieces, or MORE_PAIRS in each.
 
     WHOLE leaves out all other rows: for counting instructions, and for nothing else."""
     row = tl.program_id(0).to(tl.int64)
-    x_row, out_row, seed = x_pointer + row * x_stride, out_pointer + row * n, tl.load(seed_pointer)
+    x_row, out_row, seed = x.pointer + row * x.stride, out_pointer + row * n, tl.load(seed_pointer)
     p, sums = _load_pairs(x_row, n, PIECES, PAIRS), ()
     for i in tl.static_range(2 * PIECES):
         sums = plus(sums, _moments(p[i]))
@@ -413,13 +411,12 @@ def _moments_between(x_pointer, begin, end, n, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _part_moments(
-    x_pointer, x_stride, sums_pointer, found_pointer, columns_pointer, n, length, parts, capacity,
-    CHUNK: tl.constexpr,
+    x, sums_pointer, found_pointer, columns_pointer, n, length, parts, capacity, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The sums of a part. The row's list begins with its phantom unit."""
     row, part = place(parts)
     sums = _moments_between(
-        x_pointer + row * x_stride, part * length, tl.minimum(n, (part + 1) * length), n, CHUNK
+        x.pointer + row * x.stride, part * length, tl.minimum(n, (part + 1) * length), n, CHUNK
     )
     at = sums_pointer + (row * 2) * parts + part
     tl.store(at, sums[0])
@@ -452,8 +449,8 @@ def _far(x, word, low, high):
 
 @triton.jit(do_not_specialize=SIZES)
 def _part_keys(
-    x_pointer, x_stride, seed_pointer, sums_pointer, below_pointer, found_pointer, columns_pointer,
-    out_pointer, n, length, parts, capacity, least, tolerance, PARTS: tl.constexpr, PAIRS: tl.constexpr,
+    x, seed_pointer, sums_pointer, below_pointer, found_pointer, columns_pointer, out_pointer, n, length,
+    parts, capacity, least, tolerance, PARTS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Choose the part's units with keys far below 1, and list those with keys near 1, in any order."""
     row, part = place(parts)
@@ -466,7 +463,7 @@ def _part_keys(
     for start in range(part * length, tl.minimum(n, (part + 1) * length), 2 * PAIRS):
         pair = start // 2 + tl.arange(0, PAIRS)
         column = _columns(pair)
-        first, second = _two_numbers(x_pointer + row * x_stride, pair, n)
+        first, second = _two_numbers(x.pointer + row * x.stride, pair, n)
         words = _words(seed, row, pair)
         a_under, a_over = _far(first, words[0], low, high)
         b_under, b_over = _far(second, words[2], low, high)
@@ -557,9 +554,8 @@ def _draw_carefully(
 
 @triton.jit(do_not_specialize=["rows", "programs"])
 def _careful(
-    x_pointer, x_stride, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, numbers_pointer,
-    keys_pointer, singles_pointer, n, least, tolerance, rows, programs, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
+    x, seed_pointer, out_pointer, drawn_pointer, probabilities_pointer, numbers_pointer, keys_pointer,
+    singles_pointer, n, least, tolerance, rows, programs, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The rows that have no draw yet: d is less than `least`, and they are calibrated; or too many keys, or
     too few, were near 1. A row that is not of probabilities is NaN, and the flag for all rows is lowered.
@@ -582,8 +578,8 @@ def _careful(
         while next_ < LOOK:
             row = first + next_ * programs
             fair = _draw_carefully(
-                x_pointer + row * x_stride, out_pointer + row * n, row, seed, numbers_pointer,
-                keys_pointer, singles_pointer, n, least, tolerance, WIDTH, PAIRS,
+                x.pointer + row * x.stride, out_pointer + row * n, row, seed, numbers_pointer, keys_pointer,
+                singles_pointer, n, least, tolerance, WIDTH, PAIRS,
             )  # fmt: skip
             if fair == 0:
                 tl.store(probabilities_pointer, False)
@@ -621,7 +617,7 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
         _careful, WIDTH=width, PAIRS=width // 2, num_warps=CALIBRATED_WARPS, **layout.registers()
     )
     arguments = (
-        *source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64),
+        source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64),
         numbers.view(torch.float32), n, least, tolerance, rows, programs,
     )  # fmt: skip
     careful(programs, *arguments)
@@ -646,7 +642,7 @@ def _by_formula(
     rows = drawn.numel()
     if n <= HELD:
         solver = variant(_pareto, **which(n), **layout.registers())
-        arguments = (*source, seed, out, drawn, probabilities, n, least, tolerance)
+        arguments = (source, seed, out, drawn, probabilities, n, least, tolerance)
         solver(rows, *arguments)
         return solver, rows, arguments
     parts = min(cdiv(n, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
@@ -660,11 +656,11 @@ def _by_formula(
     width, rule = {"PARTS": next_power_of_2(parts)}, (least, tolerance)
     launch(
         _part_moments, rows * parts,
-        *source, sums, found, columns, n, length, parts, capacity, CHUNK=CHUNK, num_warps=4,
+        source, sums, found, columns, n, length, parts, capacity, CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     launch(
         _part_keys, rows * parts,
-        *source, seed, sums, below, found, columns, out, n, length, parts, capacity, *rule,
+        source, seed, sums, below, found, columns, out, n, length, parts, capacity, *rule,
         **width, PAIRS=CHUNK // 2, num_warps=4,
     )  # fmt: skip
     launch(

@@ -84,28 +84,24 @@ def _greedy_rows(
 
 
 @triton.jit
-def _greedy(
-    x_pointer, place_pointer, cost_pointer, cost_row, cost_column,
-    budget_pointer, budget_stride, budget_high, budget_low, budget_rest, slack, out_pointer, n,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
+def _greedy(x_pointer, place_pointer, cost, budget, budget_rest, slack, out_pointer, n, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_at, place_at, out_at = x_pointer + row * n, place_pointer + row * n, out_pointer + row * n
-    cost_at = cost_pointer + row * cost_row
-    budget = number64(budget_pointer, budget_stride, budget_high, budget_low, row) + budget_rest
-    budget = _with_slack(budget, slack)
-    worst, left = tl.zeros((WIDTH,), tl.int32), budget
+    cost_at = cost.pointer + row * cost.row
+    own_budget = number64(*budget, row) + budget_rest
+    own_budget = _with_slack(own_budget, slack)
+    worst, left = tl.zeros((WIDTH,), tl.int32), own_budget
     for start in range(0, n, WIDTH):
         at = start + tl.arange(0, WIDTH)
         there = at < n
         x = tl.load(x_at + at, mask=there, other=float("-inf"))
         place = tl.load(place_at + at, mask=there, other=0).to(tl.int32)  # as `at` is, and half as wide
         taking = x != float("-inf")
-        price = double(tl.load(cost_at + place.to(tl.int64) * cost_column, mask=taking, other=0.0))
+        price = double(tl.load(cost_at + place.to(tl.int64) * cost.column, mask=taking, other=0.0))
         worst = tl.maximum(worst, tl.where((x != x) | _unpayable(price), 1, 0))
         taken, left = _take(price, tl.where(taking, 1, 0), left, 1)
         tl.store(out_at + place, taken.to(tl.float32).to(out_pointer.dtype.element_ty), mask=there)
-    if (tl.max(worst, axis=0) > 0) | ~(budget >= 0):  # which few rows are, so that it is seen late
+    if (tl.max(worst, axis=0) > 0) | ~(own_budget >= 0):  # which few rows are, so that it is seen late
         for start in range(0, n, WIDTH):
             at = start + tl.arange(0, WIDTH)
             place = tl.load(place_at + at, mask=at < n, other=0)  # what the thread has written
@@ -136,7 +132,7 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
     ordered, order = row_sort.descending(x)
     width = min(WIDTH, max(64, next_power_of_2(n)))
     launch(
-        _greedy, rows, ordered, order, *prices, *amount, *given, out, n,
+        _greedy, rows, ordered, order, prices, amount, *given, out, n,
         WIDTH=width, num_warps=max(1, width // 256),
     )  # fmt: skip
     return out

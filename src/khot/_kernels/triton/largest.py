@@ -182,62 +182,61 @@ def _search_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _sort_short_rows(
-    x_pointer, x_stride, values_pointer, index_pointer, rows, n, k,
-    LARGEST: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr,
+    x, values_pointer, index_pointer, rows, n, k, LARGEST: tl.constexpr, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     column = tl.arange(0, WIDTH)
     there = row < rows
     valid = there[:, None] & (column < n)[None, :]
-    x = load(x_pointer, row, x_stride, column, valid, tl.float32)
-    key = tl.where(valid, key_of(x, LARGEST), LEAST)
+    held = load(x.pointer, row, x.stride, column, valid, tl.float32)
+    key = tl.where(valid, key_of(held, LARGEST), LEAST)
     packed = _packed(key, column[None, :], False)
     packed = tl.topk(packed, KEPT) if KEPT < WIDTH else tl.sort(packed, descending=True)
     slot = tl.arange(0, KEPT)
     wanted = there[:, None] & (slot < k)[None, :]
     index = (packed & _PLACES).to(tl.int32) ^ _PLACES
-    value = tl.load(x_pointer + row[:, None] * x_stride + index, mask=wanted)
+    value = tl.load(x.pointer + row[:, None] * x.stride + index, mask=wanted)
     out = row[:, None] * k + slot[None, :]
     tl.store(values_pointer + out, value, mask=wanted)
     tl.store(index_pointer + out, index.to(tl.int64), mask=wanted)
 
 
 @triton.jit
-def _selected(x_pointer, x_stride, level_pointer, row, start, n, LARGEST: tl.constexpr, CHUNK: tl.constexpr):
+def _selected(x, level_pointer, row, start, n, LARGEST: tl.constexpr, CHUNK: tl.constexpr):
     """Some of a row's entries, their places, and which of them are selected."""
     column = start + tl.arange(0, CHUNK)
     valid = column < n
-    x = tl.load(x_pointer + row * x_stride + column, mask=valid, other=0.0)
+    held = tl.load(x.pointer + row * x.stride + column, mask=valid, other=0.0)
     level, tie = tl.load(level_pointer + row * STATE), tl.load(level_pointer + row * STATE + 1)
-    return x, column, valid & reaches(key_of(x, LARGEST), column, level, tie)
+    return held, column, valid & reaches(key_of(held, LARGEST), column, level, tie)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _count_selected(
-    x_pointer, x_stride, level_pointer, counts_pointer, n, length, parts,
-    LARGEST: tl.constexpr, CHUNK: tl.constexpr,
+    x, level_pointer, counts_pointer, n, length, parts, LARGEST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     number_of = tl.zeros((CHUNK,), tl.int32)
     for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        _, _, chosen = _selected(x_pointer, x_stride, level_pointer, row, start, n, LARGEST, CHUNK)
+        _, _, chosen = _selected(x, level_pointer, row, start, n, LARGEST, CHUNK)
         number_of += chosen.to(tl.int32)
     tl.store(counts_pointer + row * parts + part, tl.sum(number_of))
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _take_selected(
-    x_pointer, x_stride, level_pointer, counts_pointer, values_pointer, index_pointer, n, length, parts, k,
+    x, level_pointer, counts_pointer, values_pointer, index_pointer, n, length, parts, k,
     LARGEST: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     other = tl.arange(0, PARTS)
     slot = tl.sum(tl.load(counts_pointer + row * parts + other, mask=other < part, other=0))
     for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
-        x, column, chosen = _selected(x_pointer, x_stride, level_pointer, row, start, n, LARGEST, CHUNK)
+        held, column, chosen = _selected(x, level_pointer, row, start, n, LARGEST, CHUNK)
         hit = chosen.to(tl.int32)
         at = row * k + slot + tl.cumsum(hit) - hit
-        tl.store(values_pointer + at, x, mask=chosen)
+        tl.store(values_pointer + at, held, mask=chosen)
         tl.store(index_pointer + at, column.to(tl.int64), mask=chosen)
         slot += tl.sum(hit)
 
@@ -340,9 +339,9 @@ def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor
             _sort_short_rows,
             LARGEST=largest, TOGETHER=together, WIDTH=width, KEPT=kept, num_warps=max(4, warps),
         )  # fmt: skip
-        programs, arguments = cdiv(rows, together), (*source, values, indices, rows, n, k)
+        programs, arguments = cdiv(rows, together), (source, values, indices, rows, n, k)
         sorter(programs, *arguments)
-        native.prepare("topk", source[0], sorter, programs, arguments, k, largest, sorted)
+        native.prepare("topk", source.pointer, sorter, programs, arguments, k, largest, sorted)
         return values, indices
     if not grouped:
         _take(x, source, values, indices, rows, n, k, largest)
@@ -369,10 +368,10 @@ def _take(
         "num_warps": max(1, layout.CHUNK // 512),
     }
     if parts > 1:  # a single part has none before it
-        launch(_count_selected, rows * parts, *source, level, counts, n, length, parts, **which)
+        launch(_count_selected, rows * parts, source, level, counts, n, length, parts, **which)
     launch(
         _take_selected, rows * parts,
-        *source, level, counts, values, indices, n, length, parts, k,
+        source, level, counts, values, indices, n, length, parts, k,
         PARTS=next_power_of_2(parts), **which,
     )  # fmt: skip
 

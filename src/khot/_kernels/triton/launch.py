@@ -117,14 +117,16 @@ def start(variant: Variant, programs: int, arguments: tuple[Any, ...]) -> None:
 
 def _extend(key: list[Any], arguments: tuple[Any, ...]) -> None:
     """At least as fine as what Triton distinguishes. It takes a tuple's members as arguments of their own."""
-    for value in arguments:
+    left = list(reversed(arguments))
+    while left:
+        value = left.pop()
         kind = type(value)
         if kind is int:
             key.append(value & 15 | 32 if 1 < value < LARGE else value)
         elif kind is float or value is None:
             key.append(kind)
         elif isinstance(value, tuple):
-            _extend(key, value)
+            left += reversed(value)
         else:
             key += value.dtype, value.data_ptr() & 15
 

@@ -137,13 +137,12 @@ def _bracket(
 
 @triton.jit(do_not_specialize=["count", "parts"])
 def _gather(
-    x_pointer, x_stride, level_pointer, before_pointer, before_list, list_pointer,
-    n, count, parts, before_room, room,
+    x, level_pointer, before_pointer, before_list, list_pointer, n, count, parts, before_room, room,
     LARGEST: tl.constexpr, PIECES: tl.constexpr, LANES: tl.constexpr, NEAR: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
     query, part = place(parts)
-    at = x_pointer + query // count * x_stride
+    at = x.pointer + query // count * x.stride
     level_pointer += query * STATE
     list_pointer += query * 2 * room
     if LISTED:
@@ -312,12 +311,12 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows"])
 def _resident_level(
-    x_pointer, x_stride, level_pointer, rows, n, k, LARGEST: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    x, level_pointer, rows, n, k, LARGEST: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The same of rows that a program holds."""
     row, there = place_rows(rows, TOGETHER)
-    at = x_pointer + entries(row, x_stride, tl.arange(0, WIDTH), TOGETHER)
+    at = x.pointer + entries(row, x.stride, tl.arange(0, WIDTH), TOGETHER)
     keys, columns = load_keys(at, there, n, tl.float32, TOGETHER, PIECES, WIDTH, EXACT, LARGEST)
     level, tie = choose(keys, columns, tl.max(keys[0], axis=len(keys[0].shape) - 1) * 0 + k)
     tl.store(level_pointer + row * STATE, level, mask=there)
@@ -349,7 +348,7 @@ def level_of(x: Tensor, source: Rows, k: int, rows: int, n: int, largest: bool) 
     tile = layout.tile(rows, n)
     launch(
         _resident_level, cdiv(rows, tile.together),
-        *source, state, rows, n, k, LARGEST=largest, **layout.held(tile, n),
+        source, state, rows, n, k, LARGEST=largest, **layout.held(tile, n),
     )  # fmt: skip
     return state
 
@@ -382,7 +381,7 @@ def levels(
     launch(_bracket, queries, source, k, state, None, None, n, count, room, LISTED=False, **bracket)
     parts = cdiv(n, HELD * LANES)
     launch(
-        _gather, queries * parts, *source, state, None, None, found, n, count, parts, 0, room,
+        _gather, queries * parts, source, state, None, None, found, n, count, parts, 0, room,
         PIECES=HELD // near, NEAR=near, LISTED=False, **gather,
     )  # fmt: skip
     narrow, fewer, narrow_room = None, None, 0
@@ -395,7 +394,7 @@ def levels(
         parts = cdiv(room, HELD * LANES)
         launch(
             _gather, queries * parts,
-            *source, narrow, state, found, fewer, n, count, parts, room, narrow_room,
+            source, narrow, state, found, fewer, n, count, parts, room, narrow_room,
             PIECES=HELD // near, NEAR=near, LISTED=True, **gather,
         )  # fmt: skip
     launch(

@@ -40,22 +40,21 @@ __all__ = ["KERNELS", "topk_mask"]
 
 @triton.jit(do_not_specialize=["rows"])
 def _resident_mask(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, out_pointer, rows, n,
-    COMPUTE: tl.constexpr, SORT: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    x, k, out_pointer, rows, n, COMPUTE: tl.constexpr, SORT: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = tl.float64 == COMPUTE
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    at = x_pointer + entries(row, x_stride, column, TOGETHER)
+    at = x.pointer + entries(row, x.stride, column, TOGETHER)
     keys, columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
     greatest = greatest_of(keys)
     selectable = reached(keys, greatest * 0 + ((MINUS_INFINITE64 if WIDE else MINUS_INFINITE) + 1))
     pinned = selectable * 0
     if any_row(greatest >= (INFINITE64 if WIDE else INFINITE), TOGETHER):
         pinned = reached(keys, greatest * 0 + (INFINITE64 if WIDE else INFINITE))
-    k = k_of(k_pointer, k_stride, k_high, k_low, tl.where(there, row, 0))
-    wanted, bad = masked(k, greatest, selectable, pinned)
+    own_k = k_of(*k, tl.where(there, row, 0))
+    wanted, bad = masked(own_k, greatest, selectable, pinned)
     level, tie = choose(keys, columns, tl.maximum(wanted, 1), SORT)
     level = wide(tl.where(wanted > 0, level, GREATEST64 if WIDE else GREATEST), TOGETHER)
     at = out_pointer + entries(row, n, column, TOGETHER)
@@ -67,13 +66,13 @@ def _resident_mask(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _write_mask(x_pointer, x_stride, level_pointer, out_pointer, n, parts, CHUNK: tl.constexpr):
+def _write_mask(x, level_pointer, out_pointer, n, parts, CHUNK: tl.constexpr):
     row, part = place(parts)
     level_pointer += row * STATE
     level, tie, bad = tl.load(level_pointer), tl.load(level_pointer + 1), tl.load(level_pointer + 2)
     column = part * CHUNK + tl.arange(0, CHUNK)
     valid = column < n
-    key = key_of(tl.load(x_pointer + row * x_stride + column, mask=valid, other=0.0))
+    key = key_of(tl.load(x.pointer + row * x.stride + column, mask=valid, other=0.0))
     out = tl.where(reaches(key, column, level, tie), 1.0, 0.0)
     out = tl.where(bad > 0, float("nan"), out)
     tl.store(out_pointer + row * n + column, out.to(out_pointer.dtype.element_ty), mask=valid)
@@ -96,13 +95,13 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
         state = of_long_rows(x, given, rows, n, MASK)
         parts = cdiv(n, layout.CHUNK)
         launch(
-            _write_mask, rows * parts, *source, state, out, n, parts,
+            _write_mask, rows * parts, source, state, out, n, parts,
             CHUNK=layout.CHUNK, num_warps=max(1, layout.CHUNK // 512),
         )  # fmt: skip
         return out
     together, which = held(rows, n, layout.compute(x.dtype))
-    programs, arguments = cdiv(rows, together), (*source, *given, out, rows, n)
+    programs, arguments = cdiv(rows, together), (source, given, out, rows, n)
     mask = variant(_resident_mask, **which)
     mask(programs, *arguments)
-    native.prepare("topk_mask", source[0], mask, programs, arguments)
+    native.prepare("topk_mask", source.pointer, mask, programs, arguments)
     return out

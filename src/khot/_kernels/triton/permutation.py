@@ -246,8 +246,8 @@ def _pull_permutations(
     power = tl.zeros((), tl.float32) + exponent[0]
     poison = tl.load(t.hi + row * (n + 1))  # NaN if the row has no answer
     poison = tl.where(poison == poison, 0.0, poison).to(tl.float32)
-    at = x.pointer + row * x.stride + (step * 0)[:, None] + column
-    held = _load(at, column, n, T.pieces, T.width, T.full)
+    x_at = x.pointer + row * x.stride + (step * 0)[:, None] + column
+    held = _load(x_at, column, n, T.pieces, T.width, T.full)
     sums, turned = (), tl.zeros((LEVELS,), tl.float32)
     for piece in tl.static_range(PIECES):  # noqa: B007
         sums = sums + (tl.zeros((LEVELS, WIDTH), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005

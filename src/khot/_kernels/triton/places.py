@@ -74,12 +74,12 @@ def entry_after(keys, greatest, key, k, n):
 
 
 @triton.jit
-def hold(x_pointer, x_stride, rows, n, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr):
+def hold(x, rows, n, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr):
     """The program's rows and which of them there are, their columns, which entries there are, and these."""
     row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     column = tl.arange(0, WIDTH)
     valid = (row < rows)[:, None] & (column < n)[None, :]
-    return row, row < rows, column, valid, load(x_pointer, row, x_stride, column, valid, COMPUTE)
+    return row, row < rows, column, valid, load(x.pointer, row, x.stride, column, valid, COMPUTE)
 
 
 @triton.jit
@@ -95,35 +95,34 @@ def add_where(dx, x, valid, column, n, value, grad):
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def _resident_places(
-    x_pointer, x_stride, k_pointer, k_stride, k_high, k_low, out_pointer, rows, n, count,
-    COMPUTE: tl.constexpr, SORT: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    x, k, out_pointer, rows, n, count, COMPUTE: tl.constexpr, SORT: tl.constexpr, TOGETHER: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
-    at = x_pointer + entries(row, x_stride, tl.arange(0, WIDTH), TOGETHER)
+    at = x.pointer + entries(row, x.stride, tl.arange(0, WIDTH), TOGETHER)
     keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
     greatest = greatest_of(keys)
     if SORT:
         keys = (in_order(keys),)
     for j in range(count):
         query = row * count + j
-        k = k_of(k_pointer, k_stride, k_high, k_low, tl.where(there, query, 0), j)
-        value, _key = entry_at(keys, greatest, k, n, SORT)
+        own_k = k_of(*k, tl.where(there, query, 0), j)
+        value, _key = entry_at(keys, greatest, own_k, n, SORT)
         tl.store(out_pointer + query, value.to(out_pointer.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def _pull_places(
-    x_pointer, x_stride, values_pointer, grad_pointer, dx_pointer, rows, n, count,
-    COMPUTE: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    x, values_pointer, grad_pointer, dx_pointer, rows, n, count, COMPUTE: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """To the first entry of each value goes what comes in for it."""
-    row, there, column, valid, x = hold(x_pointer, x_stride, rows, n, COMPUTE, TOGETHER, WIDTH)
-    dx = tl.zeros_like(x)
+    row, there, column, valid, held = hold(x, rows, n, COMPUTE, TOGETHER, WIDTH)
+    dx = tl.zeros_like(held)
     for j in range(count):
         value = tl.load(values_pointer + row * count + j, mask=there, other=0.0).to(COMPUTE)
         grad = tl.load(grad_pointer + row * count + j, mask=there, other=0.0).to(COMPUTE)
-        dx = add_where(dx, x, valid, column, n, value, grad)
+        dx = add_where(dx, held, valid, column, n, value, grad)
     to = dx_pointer + row[:, None] * n + column[None, :]
     tl.store(to, dx.to(dx_pointer.dtype.element_ty), mask=valid)
 
@@ -137,8 +136,8 @@ def _asked(pointer, row, count, COUNT: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "length", "parts"])
 def _find_places(
-    x_pointer, x_stride, values_pointer, first_pointer, n, count, length, parts,
-    COMPUTE: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+    x, values_pointer, first_pointer, n, count, length, parts, COMPUTE: tl.constexpr, COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The first column of a part of a row that has each of the values; n if none has."""
     row, part = place(parts)
@@ -146,8 +145,8 @@ def _find_places(
     first = tl.full((COUNT, CHUNK), n, tl.int32)
     for start in range(part * length, tl.minimum(n, (part + 1) * length), CHUNK):
         column = start + tl.arange(0, CHUNK)
-        x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=float("inf")).to(COMPUTE)
-        found = (x[None, :] == value) & (tl.abs(x) < float("inf"))[None, :]
+        held = tl.load(x.pointer + row * x.stride + column, mask=column < n, other=float("inf")).to(COMPUTE)
+        found = (held[None, :] == value) & (tl.abs(held) < float("inf"))[None, :]
         first = tl.minimum(first, tl.where(found, column[None, :], n))
     j = tl.arange(0, COUNT)
     tl.store(first_pointer + (row * count + j) * parts + part, tl.min(first, axis=1), mask=j < count)
@@ -190,7 +189,7 @@ def order_statistics(x: Tensor, k: Tensor) -> Tensor:
     if long:
         return of_long_rows(x, places, rows, n, PLACE, count).view(*batch, count)
     together, which = held(rows, n, layout.compute(x.dtype))
-    arguments = *layout.rows(x, n), *places, out, rows, n, count
+    arguments = layout.rows(x, n), places, out, rows, n, count
     launch(_resident_places, cdiv(rows, together), *arguments, **which)
     return out
 
@@ -207,7 +206,7 @@ def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor
         width, together, warps = layout.block(n)
         launch(
             _pull_places, cdiv(rows, together),
-            *source, values, grad, dx, rows, n, count,
+            source, values, grad, dx, rows, n, count,
             COMPUTE=compute, TOGETHER=together, WIDTH=width, num_warps=warps,
         )  # fmt: skip
         return dx
@@ -220,7 +219,7 @@ def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor) -> Tensor
         "CHUNK": max(1, layout.CHUNK // wide),
         "num_warps": max(1, layout.CHUNK // 512),
     }
-    launch(_find_places, rows * parts, *source, values, first, n, count, length, parts, **which)
+    launch(_find_places, rows * parts, source, values, first, n, count, length, parts, **which)
     launch(
         _write_places, rows * parts, values, grad, first, dx, n, count, length, parts,
         PARTS=next_power_of_2(parts), **which,

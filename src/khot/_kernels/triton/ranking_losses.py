@@ -44,14 +44,12 @@ NOISE = tl.constexpr((4 * torch.finfo(torch.float64).eps) ** 2)
 
 
 @triton.jit
-def _gains(
-    pointer, row_stride, column_stride, x_pointer, x_stride, row, column, valid, TOGETHER: tl.constexpr
-):
+def _gains(gain, x, row, column, valid, TOGETHER: tl.constexpr):
     """The relevance of entries, and 0 of those that take no part."""
-    x = tl.load(x_pointer + entries(row, x_stride, column, TOGETHER), mask=valid, other=float("-inf"))
-    at = pointer + entries(row, row_stride, column.to(tl.int64) * column_stride, TOGETHER)
-    gain = tl.load(at, mask=valid, other=0).to(tl.float32)
-    return tl.where(x.to(tl.float32) == float("-inf"), 0.0, gain)
+    held = tl.load(x.pointer + entries(row, x.stride, column, TOGETHER), mask=valid, other=float("-inf"))
+    at = gain.pointer + entries(row, gain.row, column.to(tl.int64) * gain.column, TOGETHER)
+    own_gain = tl.load(at, mask=valid, other=0).to(tl.float32)
+    return tl.where(held.to(tl.float32) == float("-inf"), 0.0, own_gain)
 
 
 @triton.jit
@@ -86,7 +84,7 @@ def _ndcg(
     if best_pointer is None:
         column = tl.arange(0, WIDTH)
         valid = inside(there, column, n, TOGETHER, EXACT)
-        own_gain = _gains(*gain, x.pointer, x.stride, row, column, valid, TOGETHER)
+        own_gain = _gains(gain, x, row, column, valid, TOGETHER)
         top = tl.max(own_gain, axis=AXIS)
         # of a NaN, which the maximum may leave out, a negative number and an infinite one
         wrong = tl.sum(tl.where((own_gain >= 0) & (own_gain < float("inf")), 0.0, 1.0), axis=AXIS)
@@ -111,7 +109,7 @@ def _ndcg(
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         valid = inside(there, column, n, TOGETHER, EXACT)
-        own_gain = _gains(*gain, x.pointer, x.stride, row, column, valid, TOGETHER)
+        own_gain = _gains(gain, x, row, column, valid, TOGETHER)
         at = entries(row, n, column, TOGETHER)
         weight = (own_gain * scale) * over_ideal
         tl.store(weight_pointer + at, weight, mask=valid)
@@ -127,22 +125,22 @@ def _ndcg(
 
 @triton.jit(do_not_specialize=["rows"])
 def _pull_ndcg(
-    rank_pointer, grad_pointer, grad_stride, weight_pointer, cut_pointer, cut_row, cut_column, drank_pointer,
-    dcut_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    rank_pointer, grad, weight_pointer, cut, drank_pointer, dcut_pointer, rows, n, TOGETHER: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
-    grad = tl.load(grad_pointer + row * grad_stride, mask=there, other=0.0).to(tl.float32)
-    grad = wide(grad, TOGETHER)
+    own_grad = tl.load(grad.pointer + row * grad.stride, mask=there, other=0.0).to(tl.float32)
+    own_grad = wide(own_grad, TOGETHER)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         valid = inside(there, column, n, TOGETHER, EXACT)
         at = entries(row, n, column, TOGETHER)
-        weight = grad * tl.load(weight_pointer + at, mask=valid, other=0.0)
+        weight = own_grad * tl.load(weight_pointer + at, mask=valid, other=0.0)
         after = 1 + tl.load(rank_pointer + at, mask=valid, other=1.0)
         log = tl.log2(after)
-        if cut_pointer is not None:
+        if cut.pointer is not None:
             tl.store(dcut_pointer + at, (-weight / log).to(dcut_pointer.dtype.element_ty), mask=valid)
-            cuts = cut_pointer + entries(row, cut_row, column.to(tl.int64) * cut_column, TOGETHER)
+            cuts = cut.pointer + entries(row, cut.row, column.to(tl.int64) * cut.column, TOGETHER)
             weight *= tl.load(cuts, mask=valid, other=0.0).to(tl.float32)
         tl.store(drank_pointer + at, weight / (LN2 * after * log * log), mask=valid)
 
@@ -184,13 +182,14 @@ def _correlations(
 
 @triton.jit(do_not_specialize=["rows"])
 def _pull_correlations(
-    a_pointer, grad_pointer, grad_stride, b_pointer, da_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    a_pointer, grad, b_pointer, da_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
-    grad = tl.load(grad_pointer + row * grad_stride, mask=there, other=0.0).to(tl.float32)
+    own_grad = tl.load(grad.pointer + row * grad.stride, mask=there, other=0.0).to(tl.float32)
     over_a, over_b, cosine = _products(a_pointer, b_pointer, row, there, n, TOGETHER, WIDTH, EXACT)
-    by_a, by_b = wide(grad * over_a * over_a * cosine, TOGETHER), wide(grad * over_a * over_b, TOGETHER)
+    by_a = wide(own_grad * over_a * over_a * cosine, TOGETHER)
+    by_b = wide(own_grad * over_a * over_b, TOGETHER)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         valid, at = inside(there, column, n, TOGETHER, EXACT), entries(row, n, column, TOGETHER)
@@ -278,8 +277,8 @@ def ndcg_loss_backward(
     dcut = rank.new_empty(0) if cut is None else cut.new_empty(cut.shape)
     launch(
         _pull_ndcg, _programs(rank, which),
-        rank.contiguous(), *layout.numbers(grad, batch, rank.device), weight.contiguous(), *_cut(cut, rank),
-        drank, dcut, batch.numel(), n, **which,
+        rank.contiguous(), Rows(*layout.numbers(grad, batch, rank.device)), weight.contiguous(),
+        _cut(cut, rank), drank, dcut, batch.numel(), n, **which,
     )  # fmt: skip
     return drank, dcut
 
@@ -314,7 +313,8 @@ def correlation_loss_backward(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
     which, da = tile(n), a.new_empty(a.shape)
     launch(
         _pull_correlations, _programs(a, which),
-        a.contiguous(), *layout.numbers(grad, batch, a.device), b.contiguous(), da, batch.numel(), n, **which,
+        a.contiguous(), Rows(*layout.numbers(grad, batch, a.device)), b.contiguous(), da, batch.numel(), n,
+        **which,
     )  # fmt: skip
     return da
 

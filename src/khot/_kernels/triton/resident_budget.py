@@ -124,10 +124,10 @@ def bracket(x, at, n, per, quantile, T: tl.constexpr):
 
 
 @triton.jit
-def origin_of(x_pointer, x_stride, row, there, BY: tl.constexpr):
+def origin_of(x, row, there, BY: tl.constexpr):
     """What scores are less by in the moments of rows."""
     if BY == BY_SCORE:
-        origin = tl.load(x_pointer + row * x_stride, mask=there, other=0.0).to(tl.float32)
+        origin = tl.load(x.pointer + row * x.stride, mask=there, other=0.0).to(tl.float32)
         return tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
     else:
         return row.to(tl.float32) * 0
@@ -272,7 +272,7 @@ def solve_budgets(
         per, good = unit_of_costs(dearest(at, n_columns, T.width))
     else:
         pairs, per, good = _load_pairs(at, there, n_columns, T)
-    origin = origin_of(x.pointer, x.stride, row, there, L.by)
+    origin = origin_of(x, row, there, L.by)
     k, k_rest = numbers(*budget, row, there)
     own_tau, _ = numbers(*tau, row, there)
     power = tl.zeros((), tl.float32) + exponent[0]

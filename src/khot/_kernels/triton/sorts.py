@@ -151,12 +151,12 @@ def _sort_rows(
 
 @triton.jit(do_not_specialize=["parts"])
 def _sort_long_rows(
-    sums_pointer, y_pointer, tau_pointer, tau_stride, tau_high, tau_low, out_pointer, place_pointer, n, parts,
-    STEPS: tl.constexpr, CHUNK: tl.constexpr, DESCENDING: tl.constexpr,
+    sums_pointer, y_pointer, tau, out_pointer, place_pointer, n, parts, STEPS: tl.constexpr,
+    CHUNK: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """A part of a row, of whose sorted scores the sums are known: each level looks for its place."""
     row, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
-    tau, poison = temperature(tau_pointer, tau_stride, tau_high, row, row >= 0)
+    own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, row >= 0)
     row_at, y_at = sums_pointer + row * n * 4, y_pointer + row * n
     top = tl.load(y_at).to(tl.float32)  # a NaN would be here
     poison += tl.where(top == top, 0.0, top)
@@ -177,7 +177,7 @@ def _sort_long_rows(
         last += tl.where(finite_or_more, step, 0)
     place = tl.minimum(tl.maximum(place, first), last)
     tl.store(place_pointer + row * n + column, place, mask=valid)
-    _, _, _, _, _, _, high, low = _between(row_at, place, level, first, last, tau, 1 / tau, n)
+    _, _, _, _, _, _, high, low = _between(row_at, place, level, first, last, own_tau, 1 / own_tau, n)
     t = tl.where(column < first, float("inf"), tl.where(column < last, high + low, float("-inf")))
     to = column if DESCENDING else n - 1 - column
     tl.store(out_pointer + row * n + to, (t + poison).to(out_pointer.dtype.element_ty), mask=valid)
@@ -355,7 +355,7 @@ def laplace_sort(x: Tensor, tau: Tensor, descending: bool = True) -> tuple[Tenso
         parts = cdiv(n, ranks.CHUNK)
         launch(
             _sort_long_rows, rows * parts,
-            sums, y, *layout.values(tau, batch, x.device), out, place, n, parts,
+            sums, y, layout.values(tau, batch, x.device), out, place, n, parts,
             STEPS=n.bit_length(), CHUNK=ranks.CHUNK, DESCENDING=descending, num_warps=ranks.WARPS,
         )  # fmt: skip
         return out, index, place

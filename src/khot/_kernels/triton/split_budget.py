@@ -102,7 +102,7 @@ def _weigh_budget_parts(
     row, part = place(parts)
     at, mine, _start = part_of(pairs, row, part, n_columns, length, T.width)
     COUNT: tl.constexpr = moment_count(L.by)
-    origin = origin_of(pairs.x.pointer, pairs.x.stride, row, row >= 0, L.by)
+    origin = origin_of(pairs.x, row, row >= 0, L.by)
     most = dearest(at, mine, T.width)
     per, good = unit_of_costs(most)
     sums = over((), at, mine, paid_moments, (origin, grain, L), COUNT, T, per, BY=L.by)
