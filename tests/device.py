@@ -99,11 +99,7 @@ class Device(TorchDispatchMode):
 
 def _operator(name: str) -> Any:
     """What runs an operator of ours on a device."""
-    if name in gpu.KERNELS:
-        from khot._kernels import triton
-
-        return getattr(triton, name)
-    return OPERATORS[name].kernel
+    return gpu.load(name) if name in gpu.KERNELS else OPERATORS[name].kernel
 
 
 def backward(y: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from khot._kernels import gpu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,14 +35,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The kernels, interpreted. Memory that they allocate is filled with NaN, to show what no kernel
-    writes."""
-    from khot._kernels import triton
-
+    """The operators and the files of the kernels, interpreted. Memory that they allocate is filled with NaN,
+    to show what no kernel writes."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    yield triton
+    package = "khot._kernels.triton"
+    files = [file.name for file in pkgutil.iter_modules(importlib.import_module(package).__path__)]
+    module = ModuleType("kernels")
+    vars(module).update({file: importlib.import_module(f"{package}.{file}") for file in files})
+    vars(module).update({name: gpu.load(name) for name in gpu.KERNELS})
+    yield module
     torch.use_deterministic_algorithms(before)
 
 

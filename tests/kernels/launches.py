@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
@@ -20,8 +19,8 @@ import recorded
 from answers import answers
 from kernels.launching import COST, device, ordinary, prepare, same, scores, seen, with_gradient
 from khot._core import eager
-from khot._kernels import triton as kernels
-from khot._kernels.triton import launch, native
+from khot._kernels import gpu
+from khot._kernels.triton import launch, native, selectable
 
 __all__ = ["device", "seen"]  # fixtures
 
@@ -46,25 +45,25 @@ def test_triton_would_start_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, seed = scores(512, 64), torch.tensor(-(1 << 62) + 5)
     one = torch.ones((), dtype=torch.float64)
     hi, lo = torch.zeros(512, dtype=torch.float64), torch.zeros(512, dtype=torch.float64)
-    kernels.soft_topk(x, one * 8, one, "logistic", 0.0, "y")
-    kernels.soft_topk(x[:, 1:], hi + 8, one, "laplace", 0.0, "log")
-    kernels.soft_topk(scores(2, 300_000), one * 8, one, "logistic", 0.0, "y")
-    kernels.soft_topk_backward(x.mT.contiguous().mT, one * 0, x, hi, lo, one, "logistic", 0.0, "y")
-    kernels.topk_mask(x, one * 8)
-    kernels.selectable(x, 3.0)
-    kernels.laplace_count(x.bfloat16(), x.bfloat16(), one)
-    kernels.uniform(seed, 4, 8, 1 << 40)
+    gpu.load("soft_topk")(x, one * 8, one, "logistic", 0.0, "y")
+    gpu.load("soft_topk")(x[:, 1:], hi + 8, one, "laplace", 0.0, "log")
+    gpu.load("soft_topk")(scores(2, 300_000), one * 8, one, "logistic", 0.0, "y")
+    gpu.load("soft_topk_backward")(x.mT.contiguous().mT, one * 0, x, hi, lo, one, "logistic", 0.0, "y")
+    gpu.load("topk_mask")(x, one * 8)
+    gpu.load("selectable")(x, 3.0)
+    gpu.load("laplace_count")(x.bfloat16(), x.bfloat16(), one)
+    gpu.load("uniform")(seed, 4, 8, 1 << 40)
     whole, best = torch.zeros((), dtype=torch.int64), torch.zeros(512, 5, dtype=torch.int64)
     given = (torch.zeros(65, 64, dtype=torch.int64), x, x[:, :5], best, whole, whole)
-    kernels.count_distances(*given, None, None, None, None)
-    kernels.count_distances(*given, x[:, 0] > 0, x[:, :4], x[:, :3], x[:, :4] > 0)
+    gpu.load("count_distances")(*given, None, None, None, None)
+    gpu.load("count_distances")(*given, x[:, 0] > 0, x[:, :4], x[:, :3], x[:, :4] > 0)
     assert len(set(checked)) >= 10 and len(checked) >= 13
 
 
 def test_kernels_that_triton_compiles_are_plain() -> None:
     """Those of the other tests are not compiled."""
     types = ("*fp32", "i32", "*fp64", "i32", "i32", "fp32", "fp32", "constexpr", "constexpr")
-    (kernel,) = sys.modules["khot._kernels.triton.selectable"].KERNELS
+    (kernel,) = selectable.KERNELS
     constants = {"TOGETHER": 1, "WIDTH": 64}
     source = compiler.ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), constants)
     assert native._is_plain(compiler.compile(source, driver.active.get_current_target()).metadata)

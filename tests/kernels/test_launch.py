@@ -169,10 +169,9 @@ def test_hooks_are_told_of_every_launch(kernel: Kernel) -> None:
 
 
 def modules() -> list[ModuleType]:
-    from khot._kernels import triton as kernels
-
-    found = [getattr(kernels, path.stem, None) or sys.modules.get(f"{kernels.__name__}.{path.stem}")
-             for path in FOLDER.glob("*.py")]  # fmt: skip
+    found = [
+        importlib.import_module(f"khot._kernels.triton.{path.stem}") for path in FOLDER.glob("[a-z]*.py")
+    ]
     return [module for module in found if hasattr(module, "KERNELS")]
 
 

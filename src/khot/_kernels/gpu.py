@@ -7,7 +7,6 @@ operators can run on them without a GPU.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -17,59 +16,50 @@ import torch
 
 from khot._core.dispatch import OPERATORS
 
-__all__ = ["KERNELS", "available", "register"]
+__all__ = ["KERNELS", "available", "load", "register"]
 
-#: The operators that have a kernel in Triton.
-KERNELS = (
-    "soft_topk",
-    "soft_topk_backward",
-    "soft_topk_magnitude",
-    "soft_topk_magnitude_backward",
-    "topk",
-    "topk_mask",
-    "order_statistics",
-    "order_statistics_backward",
-    "interpolate",
-    "interpolate_backward",
-    "quantiles",
-    "quantiles_backward",
-    "selectable",
-    "uniform",
-    "order_sample",
-    "pareto_sample",
-    "conditional_poisson_sample",
-    "tournament",
-    "pivotal_sample",
-    "systematic_sample",
-    "soft_assign",
-    "soft_assign_backward",
-    "soft_budget",
-    "soft_budget_backward",
-    "budget_mask",
-    "soft_count",
-    "soft_count_backward",
-    "soft_permutation",
-    "soft_permutation_backward",
-    "fenchel_young",
-    "fenchel_young_backward",
-    "decay_scan",
-    "laplace_centred_rank",
-    "laplace_count",
-    "laplace_count_backward",
-    "laplace_thresholds",
-    "laplace_thresholds_backward",
-    "sorted_soft_topk",
-    "sorted_soft_topk_backward",
-    "permutahedron",
-    "permutahedron_backward",
-    "ndcg_loss",
-    "ndcg_loss_backward",
-    "centred_places",
-    "correlation_loss",
-    "correlation_loss_backward",
-    "counted_mean",
-    "count_distances",
-)
+#: The operators that have a kernel in Triton, by the file of `triton/` that decides which kernels they take.
+FILES = {
+    "ways": ("soft_topk", "soft_topk_backward"),
+    "magnitude": ("soft_topk_magnitude", "soft_topk_magnitude_backward"),
+    "largest": ("topk",),
+    "mask": ("topk_mask",),
+    "places": ("order_statistics", "order_statistics_backward"),
+    "interpolation": ("interpolate", "interpolate_backward"),
+    "between": ("quantiles", "quantiles_backward"),
+    "selectable": ("selectable",),
+    "draws": ("uniform", "order_sample", "pareto_sample"),
+    "conditional_poisson": ("conditional_poisson_sample",),
+    "designs": ("tournament", "pivotal_sample", "systematic_sample"),
+    "assign": ("soft_assign",),
+    "assign_backward": ("soft_assign_backward",),
+    "budget": ("soft_budget", "soft_budget_backward"),
+    "greedy": ("budget_mask",),
+    "counts": ("soft_count", "soft_count_backward"),
+    "permutation": ("soft_permutation", "soft_permutation_backward"),
+    "fenchel": ("fenchel_young", "fenchel_young_backward"),
+    "scans": ("decay_scan",),
+    "laplace": (
+        "laplace_centred_rank",
+        "laplace_count",
+        "laplace_count_backward",
+        "laplace_thresholds",
+        "laplace_thresholds_backward",
+    ),
+    "transport": ("sorted_soft_topk",),
+    "transport_backward": ("sorted_soft_topk_backward",),
+    "projection_ways": ("permutahedron", "permutahedron_backward"),
+    "ranking_losses": (
+        "ndcg_loss",
+        "ndcg_loss_backward",
+        "centred_places",
+        "correlation_loss",
+        "correlation_loss_backward",
+        "counted_mean",
+    ),
+    "count_distances": ("count_distances",),
+}
+KERNELS = {name: file for file, names in FILES.items() for name in names}
 
 
 def available() -> bool:
@@ -88,17 +78,17 @@ def register(device: str) -> None:
 
 def _late(name: str, device: str) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        found = _kernels()[name]
+        found = load(name) if available() else OPERATORS[name].kernel
         OPERATORS[name].serve(device, found)  # which later calls find without this one
         return found(*args)
 
     return kernel
 
 
-@functools.cache
-def _kernels() -> dict[str, Callable[..., Any]]:
-    if not available():
-        return {name: OPERATORS[name].kernel for name in KERNELS}
-    from khot._kernels import triton
-
-    return {name: getattr(triton, name) for name in KERNELS}
+def load(name: str) -> Callable[..., Any]:
+    """The operator in Triton."""
+    importlib.import_module("khot._kernels.triton.around")  # which plain calls of it ask for
+    found: Callable[..., Any] = getattr(
+        importlib.import_module(f"khot._kernels.triton.{KERNELS[name]}"), name
+    )
+    return found
