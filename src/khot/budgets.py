@@ -156,7 +156,7 @@ def _soft(
     return arguments.unrows(y, input, dim)
 
 
-eager.ORDINARY["soft_budget"] = _soft
+eager.PYTHON_WAY["soft_budget"] = _soft
 
 
 @by_rows(1)

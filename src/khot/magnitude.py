@@ -133,7 +133,7 @@ def _magnitude(
     return arguments.unrows(y * sign, input, dim)
 
 
-eager.ORDINARY["soft_topk_magnitude"] = eager.ORDINARY["sizes"] = (
+eager.PYTHON_WAY["soft_topk_magnitude"] = eager.PYTHON_WAY["sizes"] = (
     lambda input, k, dim, tau, p, rescale, mask, group: _magnitude(
         input, k, dim, group, tau, p, rescale, mask
     )

@@ -168,7 +168,7 @@ def _soft(
     return arguments.unrows(_hardened(y, x, count, row) if hard else y, input, dim)
 
 
-eager.ORDINARY["soft_topk"] = lambda input, k, dim, tau, cdf, largest, mask, group, log: _soft(
+eager.PYTHON_WAY["soft_topk"] = lambda input, k, dim, tau, cdf, largest, mask, group, log: _soft(
     input, k, dim, group, tau, cdf, largest, mask, output="log" if log else "y"
 )
 

@@ -237,7 +237,7 @@ def _sort(
     return arguments.unrows(t, input, dim)
 
 
-eager.ORDINARY |= {"soft_rank": _rank, "soft_sort": _sort}
+eager.PYTHON_WAY |= {"soft_rank": _rank, "soft_sort": _sort}
 
 
 def _resolve(method: Any, cdf: CDFName | CDF, regularization: Any) -> CDF:

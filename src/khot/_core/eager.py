@@ -22,7 +22,7 @@ from torch import Tensor
 
 __all__ = [
     "ON_GPUS",
-    "ORDINARY",
+    "PYTHON_WAY",
     "forget",
     "in_use",
     "inverse_soft_count",
@@ -106,8 +106,8 @@ ON_GPUS = (
     "pareto",
 )
 
-#: The ordinary way of the calls on a GPU that have gradients, with the arguments of the calls
-ORDINARY: dict[str, Callable[..., Tensor]] = {}
+#: What computes in Python, by the ordinary way, the calls on a GPU that have gradients, with their arguments
+PYTHON_WAY: dict[str, Callable[..., Tensor]] = {}
 
 #: start(table, programs, arguments): whether a remembered kernel of a GPU was started; if not, nothing was
 start: Callable[..., bool | None] = _ordinary

@@ -90,7 +90,7 @@ LAUNCHES = {
 def again(operator: str, given: list[Any], asked: list[int], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of these arguments of a plain call, from the same call in the ordinary way: where they
     are to be differentiated again, or mapped, or have no prepared launch."""
-    wanted, call = torch.is_grad_enabled(), eager.ORDINARY[operator]
+    wanted, call = torch.is_grad_enabled(), eager.PYTHON_WAY[operator]
     with torch.enable_grad():
         for i in asked:  # one tensor may be two arguments, such as k and tau
             given[i] = given[i].view_as(given[i])
