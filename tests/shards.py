@@ -184,8 +184,9 @@ def rows_assigned(group: Any, x: Tensor, k: float, options: dict[str, Any], cuts
 
 
 def assignment_fails(group: Any, x: Tensor, changed: list[dict[str, Any]]) -> str:
-    """The error of an assignment of 2 x 4 rows."""
+    """The error of an assignment of 2 x 4 rows, or of fewer ``rows`` of a process."""
     options = {"k": 1.0, "tau": 0.1, **changed[group.rank()]}
+    x = x[: options.pop("rows", len(x))]
     if "mask" in options and "k" not in changed[group.rank()]:
         options["k"], options["capacity"] = 1.0, 8 / 3
     try:

@@ -528,7 +528,7 @@ def test_rows_over_processes_have_equal_columns_by_default_and_masks() -> None:
         ("all processes of group must pass the same arguments", [{"tau": 0.1}, {"tau": 0.2}]),
         ("capacity must have a sum that is the same as that of k, 8", [{"capacity": 4.0}] * 2),
         ("k must lie in", [{"k": 4.0}, {}]),
-        ("leave room for k", [{"mask": torch.tensor([True, True, False])}] * 2),
+        ("but got 2.6666666666666665 for a column with 0", [{"mask": torch.tensor([True, True, False])}] * 2),
     ],
 )
 def test_bad_input_over_processes(why: str, changed: list[dict[str, Any]]) -> None:

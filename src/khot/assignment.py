@@ -13,6 +13,7 @@ from khot._core import arguments, rows
 from khot._core.arguments import Scalar
 from khot._core.precision import wide_dtype, widen
 from khot._ops.bounded_assign import Bounds, bounded_assign
+from khot._ops.soft_assign import SLACK, filled
 from khot._ops.soft_assign import soft_assign as assigned
 from khot.cdfs import CDF, CDFName
 
@@ -101,7 +102,8 @@ def soft_assign(
             broadcasts with (*batch, E); or a pair, as for k. By default the sum of the rows over E, or no
             bounds if k is a pair. The sum of numbers must be that of the rows; a difference of up to a
             relative 1e-6, or of the resolution of k and capacity in half precision, counts as rounding, and
-            is spread over the columns.
+            is spread over the columns that are neither empty nor full. Bounds that exceed the number of
+            entries, or a least that exceeds its most, by no more than that count as equal to it.
         total: the sum of all entries, which the bounds of rows and columns have to allow; a number or a
             tensor that broadcasts with the batch shape. By default it follows from the scores.
         tau: temperature > 0, in the units of the input; a number or a tensor that broadcasts with the batch
@@ -129,7 +131,8 @@ def soft_assign(
     The gradient in input, k, capacity, total and tau is exact (by implicit differentiation; nothing is
     unrolled), in both modes and to second order. That of the capacity has mean 0 if its sum is given. The
     gradient in a bound is 0 where the sum is not at it, and also, for the bound of a row, where no entry of
-    the row lies between 0 and 1.
+    the row lies between 0 and 1. A total that leaves all rows, or all columns, their least or their most can
+    only move together with these: then the bounds have the gradient.
 
     Pairs, totals and compact support are solved in PyTorch operations on any device, one matrix after the
     other, and a GPU waits for them.
@@ -141,6 +144,8 @@ def soft_assign(
             total, that no matrix meets; ``at_most`` with a pair as capacity; tau ≤ 0; an argument that does
             not broadcast. (The values of tensors are checked on the CPU in eager mode; elsewhere a matrix
             with a bad value is NaN.)
+        RuntimeError: the search for the thresholds did not converge, although the bounds do not contradict
+            one another, as far as one can tell. (As above, on the CPU in eager mode.)
         TypeError: input that is not a floating-point tensor, mask that is not bool.
 
     Example:
@@ -177,7 +182,7 @@ def soft_assign(
         F = cdfs.resolve(cdf)
         x = arguments.rows(input, -1, mask)
         *batch, m, width = x.shape
-        count = [bound.expand(*batch, m) for bound in _bounds(k, "k", x, width)]
+        count = [bound.expand(*batch, m) for bound in _fitting(_bounds(k, "k", x, width), k, x)]
         if width:
             count = [torch.where(x.amax(-1) == -math.inf, 0, bound) for bound in count]
         room = None
@@ -207,6 +212,9 @@ def soft_assign(
         at_most=at_most,
         bias=bias,
     )
+    slack = _slack(*_values(k), *_values(capacity), total)
+    if room is not None:
+        room = _fitting(room, capacity, x.mT, row)
     sides: list[Tensor]
     if room is None and len(count) == 1:
         (sums,) = row.total([widen(count[0]).sum(-1, keepdim=True)])
@@ -214,7 +222,7 @@ def soft_assign(
     elif room is None:
         sides = [torch.zeros_like(start), torch.full_like(start, math.inf)]
     elif len(count) == len(room) == 1 and whole is None:
-        sides = [_balanced(count[0], room[0], at_most, row)]
+        sides = [_balanced(count[0], room[0], x, at_most, slack, row)]
     else:
         sides = room
     numbers = len(count) == len(sides) == 1
@@ -223,50 +231,86 @@ def soft_assign(
         return (y, -c.detach()) if return_bias else y
     if at_most and len(sides) == 1:
         sides = [torch.zeros_like(sides[0]), *sides]
-    equal, slack = numbers and not at_most, _slack(*count, *sides, whole)
-    bounds = Bounds(count[0], count[-1], sides[0], sides[-1], whole, equal, slack)
+    bounds = Bounds(count[0], count[-1], sides[0], sides[-1], whole, numbers and not at_most, slack)
     y, c, t = bounded_assign(x, bounds, scale, start, F, row)
     return (y, -(c + t).detach()) if return_bias else y
 
 
-def _bounds(value: Sum, name: str, x: Tensor, high: float) -> list[Tensor]:
-    """One number for each row of x, or two."""
+def _bounds(value: Any, name: str, x: Tensor, high: float) -> list[Tensor]:
+    """One number for each row of x, up to ``high`` but for its rounding, or two."""
     if isinstance(value, list):
         raise TypeError(f"{name} must be a number, a tensor or a tuple (least, most), but got {value}")
     if not isinstance(value, tuple):
-        return [arguments.per_row(value, name, x, low=0, high=high)]
+        if not isinstance(value, Tensor):
+            rounded = isinstance(value, float) and high < value <= high * (1 + SLACK)
+            return [arguments.per_row(high if rounded else value, name, x, low=0, high=high)]
+        bound = arguments.per_row(value, name, x, low=0)
+        if arguments.readable(bound) and bool((bound > high * (1 + _slack(bound))).any()):
+            arguments.check_values(bound, name, low=0, high=high)
+        return [bound]
     if len(value) != 2:
         raise ValueError(
             f"{name} must be a number, a tensor or a pair (least, most), but got {len(value)} values"
         )
     least, most = (arguments.per_row(bound, name, x, low=0) for bound in value)
+    slack = 1 + _slack(least, most)
     if arguments.readable(least) and arguments.readable(most):
         bad = torch.broadcast_tensors(least, most)
-        wrong = bad[0] > bad[1]
+        wrong = bad[0] > bad[1] * slack
         if bool(wrong.any()):
             low, high = (arguments.plain(bound.detach()[wrong][0].item()) for bound in bad)
             raise ValueError(
                 f"{name} must be a pair (least, most) with least <= most, but got ({low}, {high})"
             )
-    return [least, most]
+    return [torch.where((least > most) & (least <= most * slack), most, least), most]
 
 
-def _slack(*bounds: Tensor | None) -> float:
+def _fitting(bounds: list[Tensor], value: Any, x: Tensor, row: rows.Row = rows.HERE) -> list[Tensor]:
+    """These bounds of rows x. What misses by its rounding the number of entries that may be selected, or that
+    of +inf, meets it."""
+    if not any(_rounded(each) for each in _values(value)):
+        return bounds  # nothing has to be counted
+    fewest, entries = (row.count(widen(n.sum(-1))) for n in (x == math.inf, x != -math.inf))
+    slack = _slack(*_values(value))
+
+    def fit(bound: Tensor) -> Tensor:
+        bound = torch.where((bound > entries) & (bound <= entries * (1 + slack)), entries, bound)
+        return torch.where((bound < fewest) & (bound >= fewest * (1 - slack)), fewest, bound)
+
+    return [fit(widen(bound)) for bound in bounds]
+
+
+def _rounded(value: Any) -> bool:
+    """Whether bounds may miss a whole number by their rounding. Where values cannot be read, they may."""
+    if not isinstance(value, Tensor):
+        return math.isfinite(value) and 0 < abs(value - round(value)) <= SLACK * value
+    if not arguments.readable(value):
+        return value.is_floating_point()
+    wide = widen(value.detach())
+    off = (wide - wide.round()).abs()
+    return bool(((off > 0) & (off <= _slack(value) * wide)).any())
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _slack(*bounds: Any) -> float:
     """By how much sums of these may miss one another by their rounding, relative."""
-    half = [torch.finfo(b.dtype).eps for b in bounds if b is not None and b.dtype in HALF]
-    return max([1e-6, *half])
+    half = [torch.finfo(b.dtype).eps for b in bounds if isinstance(b, Tensor) and b.dtype in HALF]
+    return max([SLACK, *half])
 
 
-def _balanced(k: Tensor, capacity: Tensor, at_most: bool, row: rows.Row) -> Tensor:
+def _balanced(k: Tensor, capacity: Tensor, x: Tensor, at_most: bool, slack: float, row: rows.Row) -> Tensor:
     """The capacities with the sum that they need, where they miss it by their rounding; or as given."""
-    half = [torch.finfo(x.dtype).eps for x in (k, capacity) if x.dtype in HALF]
+    half = slack > SLACK
     readable = arguments.readable(k) and arguments.readable(capacity)
     if not (half or readable):
         return capacity
     (need,) = row.total([widen(k.detach()).sum(-1)])
     room = widen(capacity.detach()).sum(-1)
-    short, slack = need - room, max([1e-6, *half]) * need.clamp(min=1)
-    far = short.abs() > slack
+    short = need - room
+    far = short.abs() > slack * need.clamp(min=1)
     bad = far & (short > 0) if at_most else far
     if readable and bool(bad.any()):
         relation = "at least" if at_most else "the same as"
@@ -277,5 +321,5 @@ def _balanced(k: Tensor, capacity: Tensor, at_most: bool, row: rows.Row) -> Tens
     if not half:  # the solver takes up what is left
         return capacity
     off = ~far & ((short > 0) if at_most else (short != 0))
-    ratio = torch.where(off, need / room.masked_fill(room == 0, 1), 1)
-    return widen(capacity) * ratio.unsqueeze(-1)
+    fewest, entries = (row.count(n.sum(-2).to(need)) for n in (x == math.inf, x != -math.inf))
+    return filled(widen(capacity), fewest, entries, torch.where(off, short, 0).unsqueeze(-1))

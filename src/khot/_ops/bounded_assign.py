@@ -6,21 +6,20 @@ and τ, can be differentiated again. Which sums are at their bounds is a constan
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments, rows
+from khot._core import rows
 from khot._core.dispatch import Rule, define
 from khot._core.precision import in_float64, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import bounded_assign as kernels
-from khot._kernels.reference.bounded_assign import AT_LEAST, BETWEEN
-from khot._kernels.reference.sides import Sides, beyond, limits
+from khot._kernels.reference.sides import AT_LEAST, BETWEEN, Sides
 from khot._ops.two_way import densities, lost_to_nan, two_way_fit
+from khot._ops.unsolved import explain, is_unsolved
 from khot.cdfs import CDF
 
 __all__ = ["Bounds", "bounded_assign"]
@@ -127,61 +126,12 @@ class _Rule(Rule):
 
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
-        x, *bounds, total, tau, _, _, _, has_total, _, slack, group = inputs
-        y, row = outputs[0], rows.of(group)
-        if not arguments.readable(y) or (row.here and not math.isnan(y.sum().item())):
-            return
-        nothing, nan = row.reduce([y.isnan().any().double(), x.isnan().any().double()])
-        if not nothing or nan:
-            return
-        arguments.check_values(tau, "tau", low=0, low_open=True)
-        *batch, m, width = x.shape
-        least_k, most_k = (v.expand(*batch, m).double() for v in bounds[:2])
-        least, most = (v.expand(*batch, width).double() for v in bounds[2:])
-        _explain(x.double(), Sides(least_k, most_k, least, most, total if has_total else None), slack, row)
-
-
-def _explain(x: Tensor, sides: Sides, slack: float, row: Row) -> None:
-    """Raise: bounds contradict one another, or leave no matrix. All processes of a group say it."""
-    found, plain = limits(x, sides, row), arguments.plain
-    certain, may = (x == math.inf).double(), (x != -math.inf).double()
-    pinned, below = row.reduce([certain.sum(-2), may.sum(-2)])
-    of_rows = ("k", "row", sides.least_k, sides.most_k, certain.sum(-1), may.sum(-1), found.bad_rows)
-    of_columns = ("capacity", "column", sides.least, sides.most, pinned, below, found.bad_columns)
-    for name, what, least, most, fewest, entries, many in (of_rows, of_columns):
-        if not many.any():
-            continue
-        which, bad = "", beyond(least, most, fewest, entries)
-        if bad.any():
-            got = (least if least[bad][0] > entries[bad][0] else most)[bad][0].item()
-            which = f", but got {plain(got)} for a {what} with {plain(entries[bad][0].item())}"
-        raise ValueError(
-            f"{name} must lie in [number of entries of +inf, number of entries that may be selected] of each "
-            f"{what}{which}"
-        )
-    short, over = found.low_k > found.high * (1 + slack), found.low > found.high_k * (1 + slack)
-    for name, other, bad, need, room in (
-        ("capacity", "k", short, found.low_k, found.high),
-        ("k", "capacity", over, found.low, found.high_k),
-    ):
-        if bad.any():
-            raise ValueError(
-                f"{name} must allow a sum of at least {plain(need[bad][0].item())}, which {other} asks for, "
-                f"but got one of at most {plain(room[bad][0].item())}"
-            )
-    if sides.total is not None:
-        floor, ceiling = found.range()
-        total = sides.total.double().expand(*x.shape[:-2], 1).squeeze(-1)
-        bad = ~((total >= floor * (1 - slack)) & (total <= ceiling * (1 + slack)))
-        if bad.any():
-            raise ValueError(
-                f"total must lie in [{plain(floor[bad][0].item())}, {plain(ceiling[bad][0].item())}], as the "
-                f"bounds of k and capacity allow, but got {plain(total[bad][0].item())}"
-            )
-    raise ValueError(
-        "capacity must leave room for the bounds of k, and for the total, in the entries that may be "
-        "selected, but no matrix meets all of them"
-    )
+        x, least_k, most_k, least, most, total, tau, _, _, _, has_total, _, slack, group = inputs
+        y, _, c, *_ = outputs
+        row = rows.of(group)
+        if is_unsolved(y, x, row):
+            sides = Sides(least_k, most_k, least, most, total if has_total else None)
+            explain(c, x, sides, tau, slack, row)
 
 
 def _at_bound(least: Tensor | None, most: Tensor | None, side: Tensor) -> Tensor:

@@ -6,23 +6,25 @@ and τ, can be differentiated again.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import arguments, rows
+from khot._core import rows
 from khot._core.dispatch import Rule, define
-from khot._core.precision import in_float64, wide_dtype, widen
+from khot._core.precision import in_float64, wide_dtype
 from khot._core.rows import HERE, Row
 from khot._core.ways import by_kernel
 from khot._kernels.reference import soft_assign as kernels
+from khot._kernels.reference.sides import Sides
+from khot._kernels.reference.soft_assign import SLACK, filled
 from khot._ops.two_way import densities, lost_to_nan, two_way_fit
+from khot._ops.unsolved import explain, is_unsolved
 from khot.cdfs import CDF
 
-__all__ = ["soft_assign"]
+__all__ = ["SLACK", "filled", "soft_assign"]
 
 
 def soft_assign(
@@ -90,33 +92,11 @@ class _Rule(Rule):
     @staticmethod
     def examine(outputs: tuple[Tensor, ...], *inputs: Any) -> None:
         x, k, capacity, tau, *_, at_most, group = inputs
-        y, row = outputs[0], rows.of(group)
-        if not arguments.readable(y):
-            return
-        if row.here and not math.isnan(y.sum().item()):
-            return
-        most, k = (x != -math.inf).sum(-1), k.expand(x.shape[:-1])
-        facts = (y.isnan().any(), x.isnan().any(), (k < (x == math.inf).sum(-1)) | (k > most))
-        nothing, nan, many, total = row.reduce([*(v.sum().double() for v in facts), widen(k).sum()])
-        if not nothing or nan:
-            return
-        arguments.check_values(tau, "tau", low=0, low_open=True)
-        if many:
-            bad = facts[-1]
-            which = ""
-            if bad.any():
-                got = arguments.plain(k[bad][0].item())
-                which = f", but got {got} for a row with {most[bad][0].item()}"
-            raise ValueError(
-                "k must lie in [number of entries of +inf, number of entries that may be selected] of each "
-                f"row{which}"
-            )
-        relation = "at least" if at_most else "equal to"
-        raise ValueError(
-            f"capacity must be {relation} the sum of k in total, and leave room for k in the entries that "
-            f"may be selected, but got a capacity of {arguments.plain(capacity.sum().item())} for a sum of k "
-            f"of {arguments.plain(total.item())}"
-        )
+        y, _, c = outputs
+        row = rows.of(group)
+        if is_unsolved(y, x, row):
+            least = torch.zeros_like(capacity) if at_most else capacity
+            explain(c, x, Sides(k, k, least, capacity, None), tau, SLACK, row)
 
 
 def _vjp(

@@ -14,7 +14,9 @@ problem in c alone,
 
 where the columns' sums are −D', and D'' is the Schur complement in which the rows at t count as one row.
 Newton's method solves a model of it exactly, kinks included, by active sets. Far from the solution it stalls
-at a small τ, so that τ falls in stages.
+at a small τ, so that τ falls in stages. With compact support the model may know little: sums are flat where
+all entries are 0 or 1, and the curvature jumps where one of them becomes 0 or 1. Where a step does not help,
+the columns take their exact roots beside the thresholds of the rows, which always helps, if not much.
 """
 
 from __future__ import annotations
@@ -29,13 +31,11 @@ from khot import cdfs
 from khot._core import rows
 from khot._core.precision import in_float64, wide_dtype
 from khot._core.rows import HERE, Row
-from khot._kernels.reference.sides import Sides, balanced, decide
+from khot._kernels.reference.sides import AT_LEAST, AT_MOST, BETWEEN, Sides, settle
 from khot._kernels.reference.soft_assign import ACCEPTED, NEAR, STAGE, thresholds
 from khot.cdfs import CDF
 
-__all__ = ["AT_LEAST", "AT_MOST", "BETWEEN", "Problem", "bounded_assign"]
-
-AT_LEAST, BETWEEN, AT_MOST = -1, 0, 1  # where the sum of a row or column is
+__all__ = ["FINE", "Problem", "bounded_assign"]
 
 STEPS = 60  # per stage
 MODELS = 40  # active sets that are tried for one step; mostly there are 1 to 4
@@ -117,39 +117,29 @@ class State(NamedTuple):
 def _assign(
     x: Tensor, sides: Sides, tau: float, bias: Tensor, F: CDF, slack: float, shards: Row
 ) -> tuple[Tensor, ...]:
-    y, r, c = torch.zeros_like(x), torch.zeros_like(x[:, 0]) if x.shape[1] else x.new_zeros(len(x)), bias * 0
-    row_side, side = r.to(torch.int8), torch.zeros_like(bias, dtype=torch.int8)
-    zero = x.new_zeros(1)
+    row_side, side = (x.new_zeros(n, dtype=torch.int8) for n in x.shape)
 
     def nothing() -> tuple[Tensor, ...]:
-        parts = (torch.full_like(part, math.nan) for part in (y, r, c, zero))
-        return *parts, row_side, side
+        shapes = (x.shape, row_side.shape, side.shape, (1,))
+        return *(x.new_full(own, math.nan) for own in shapes), row_side, side
 
     if not (0 < tau < math.inf) or not bool(bias.isfinite().all()):
         return nothing()
-    found = balanced(x, sides, slack, shards)
-    if found is None:
-        return nothing()
-    open_ = x.isfinite()
-    y[x == math.inf] = 1
-    sides, missed = found
-    left = decide(y, r, c, sides, open_, shards)
+    left = settle(x, sides, slack, shards)
     if left is None:
         return nothing()
-    lines, columns = open_.any(-1), shards.count(open_.sum(0).to(x)) > 0
-    if not bool(columns.any()):
-        return y, r, c, zero, row_side, side
-    inner = x[lines][:, columns].masked_fill(~open_[lines][:, columns], -math.inf)
-    problem = Problem(inner, left.part(lines, columns), F, shards, missed)
-    state = problem.solve(bias[columns], tau)
+    y, r, c, t = left.y, left.r, left.c, x.new_zeros(1)
+    if not bool(left.columns.any()):
+        return y, r, c, t, row_side, side
+    problem = Problem(left.x, left.sides, F, shards, left.missed)
+    state = problem.solve(bias[left.columns], tau)
     if state is None:
         return nothing()
-    where = lines.unsqueeze(-1) & columns
-    y[where] = torch.where(open_[where], state.y.flatten(), y[where])
-    price, start = problem.centred(state)
-    r[lines], c[columns] = start, price
-    row_side[lines], side[columns] = state.row_side, problem.side(state.c)
-    return y, r, c, zero + state.t, row_side, side
+    y[left.open_] = state.y[~problem.closed]
+    c[left.columns], r[left.lines] = problem.centred(state)
+    row_side[left.lines] = state.row_side if left.rows_at == BETWEEN else left.rows_at
+    side[left.columns] = problem.side(state.c) if left.columns_at == BETWEEN else left.columns_at
+    return y, r, c, t + state.t, row_side, side
 
 
 class Problem:
@@ -169,7 +159,7 @@ class Problem:
         capped, filled = sides.most_k < self.left, sides.least_k > 0
         self.capped = capped.nonzero().squeeze(-1)
         self.filled = (filled & ~(self.given & capped)).nonzero().squeeze(-1)
-        (free,) = shards.reduce([(~self.given).sum().to(x)])
+        free, self.below = shards.reduce([(~self.given).sum().to(x), (~self.closed).sum(0).to(x)])
         #: whether the same number can be added to all r and subtracted from all c
         self.loose = bool(free == 0) and bool(self.fixed.all())
         self.some_free = bool(free > 0)
@@ -230,8 +220,9 @@ class Problem:
         return float(high + low)
 
     def scale(self, state: State) -> float:
-        """What errors are relative to."""
-        return float(torch.maximum(state.load, self.sides.least).amax())
+        """What errors are relative to: the largest load, as it is or as it has to be."""
+        goal = torch.where(state.c > 0, self.sides.most, self.sides.least)
+        return float(torch.maximum(state.load, goal).amax())
 
     # ------------------------------------------------------------------------------- one evaluation
 
@@ -337,15 +328,28 @@ class Problem:
                     if self.slope(moved, tried.load, step, ahead=False) <= -BEYOND * fall:
                         if state.error <= ROUNDING * scale and tried.error > state.error / 2:
                             return min(state, tried, key=lambda found: found.error)
-                        state, damping, reach = tried, max(damping / 10, 1e-12), min(4 * reach, REACH * tau)
+                        state, damping, reach = tried, max(damping / 100, 1e-12), min(2 * reach, REACH * tau)
                         continue
                     reach = min(reach, length) / 4
-                elif state.error <= ROUNDING * scale:
-                    break
             if damping > 1e6 or state.error <= ROUNDING * scale:
                 break
             damping = max(10 * damping, 1e-3)
+            state = self.at(self.alternate(state, tau), tau)
         return state
+
+    def alternate(self, state: State, tau: float) -> Tensor:
+        """The exact thresholds of the columns beside those that the rows have."""
+        u, below = (self.x - state.r.unsqueeze(-1)).mT, self.below
+        low, high = torch.full_like(below, -math.inf), torch.full_like(below, math.inf)
+        for bound, inside, end in (
+            (self.sides.most, self.sides.most < below, low),
+            (self.sides.least, self.sides.least > 0, high),
+        ):
+            place = inside.nonzero().squeeze(-1)
+            if len(place):
+                part = u[place].contiguous()
+                end[place] = thresholds(part, bound[place], tau, self.F, self.shards.name)
+        return torch.where(self.fixed, low, low.clamp(min=0) + high.clamp(max=0))
 
     def slope(self, c: Tensor, load: Tensor, step: Tensor, ahead: bool) -> float:
         """The derivative of the objective along a step, ahead of c or behind it. It tells whether a step went
@@ -369,8 +373,11 @@ class Problem:
         for _ in range(MODELS):
             rests = side == BETWEEN
             goal = torch.where(side == AT_LEAST, least, most)
+            miss = load - goal
+            # what is rounding would move a column far whose sum is flat, and hold up all others
+            miss = miss.masked_fill(miss.abs() <= 16 * EPS * goal, 0)
             system = torch.where(rests.unsqueeze(-1), torch.zeros_like(H), H) + rests.to(c).diag()
-            step, info = torch.linalg.solve_ex(system, torch.where(rests, -c, load - goal))
+            step, info = torch.linalg.solve_ex(system, torch.where(rests, -c, miss))
             if int(info) or not bool(step.isfinite().all()):
                 return None
             flow, after = load - H @ step, c + step

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from khot._core.rows import Row
-from khot._kernels.reference.soft_assign import EQUAL
+from khot._kernels.reference.soft_assign import EQUAL, SLACK, filled
 
-__all__ = ["Sides", "balanced", "beyond", "decide", "limits"]
+__all__ = ["AT_LEAST", "AT_MOST", "BETWEEN", "Settled", "Sides", "beyond", "limits", "settle"]
+
+AT_LEAST, BETWEEN, AT_MOST = -1, 0, 1  # where the sum of a row or column is
+SAME = 1e-12  # by how much sums of the same numbers may differ by their order, relative
 
 
 class Sides(NamedTuple):
@@ -67,13 +70,60 @@ def limits(x: Tensor, sides: Sides, shards: Row) -> Limits:
     return Limits(kept, low_k, high_k, least.sum(-1), most.sum(-1), many, bad_columns.to(x).sum(-1))
 
 
-def balanced(x: Tensor, sides: Sides, slack: float, shards: Row) -> tuple[Sides, float] | None:
+class Settled(NamedTuple):
+    """What bounds alone decide, and what is left to solve.
+
+    Attributes:
+        y, r, c: the results, where they are decided: (m, E), (m,) and (E,).
+        open_: which entries are not decided, (m, E).
+        lines, columns: which rows and columns have such entries.
+        x: the scores of these rows and columns, −inf where an entry is decided.
+        sides: their bounds, for the sums of what is not decided.
+        missed: by how much sums of bounds missed one another, relative.
+        rows_at, columns_at: where the sum of all has all rows, or all columns: at their least, at their
+            most, or between.
+    """
+
+    y: Tensor
+    r: Tensor
+    c: Tensor
+    open_: Tensor
+    lines: Tensor
+    columns: Tensor
+    x: Tensor
+    sides: Sides
+    missed: float
+    rows_at: int
+    columns_at: int
+
+
+def settle(x: Tensor, sides: Sides, slack: float, shards: Row) -> Settled | None:
+    """What the bounds of a matrix x, (m, E), decide; None if there is a NaN, or bounds contradict one
+    another."""
+    found = _balanced(x, sides, slack, shards)
+    if found is None:
+        return None
+    bounds, missed = found
+    y, r, c = torch.zeros_like(x), x.new_zeros(len(x)), x.new_zeros(x.shape[1])
+    y[x == math.inf] = 1
+    open_ = x.isfinite()
+    decided = _decide(y, r, c, bounds, open_, shards)
+    if decided is None:
+        return None
+    bounds, rows_at, columns_at = decided
+    lines, columns = open_.any(-1), shards.count(open_.sum(0).to(x)) > 0
+    inner = x.masked_fill(~open_, -math.inf)[lines][:, columns]
+    left = bounds.part(lines, columns)
+    return Settled(y, r, c, open_, lines, columns, inner, left, missed, rows_at, columns_at)
+
+
+def _balanced(x: Tensor, sides: Sides, slack: float, shards: Row) -> tuple[Sides, float] | None:
     """The bounds for what is left beside entries of +inf, where sums that miss one another by their rounding
     meet, and how much they missed one another, relative; None if there is a NaN, or bounds contradict one
     another."""
     found = limits(x, sides, shards)
-    pinned = (x == math.inf).to(x)
-    by_column, everywhere, nan = shards.reduce([pinned.sum(0), pinned.sum(), x.isnan().sum().to(x)])
+    pinned, may = (x == math.inf).to(x), (x != -math.inf).to(x)
+    by_column, entries, nan = shards.reduce([pinned.sum(0), may.sum(0), x.isnan().sum().to(x)])
     low_k, high_k, low, high, bad_rows, bad_columns = (float(v) for v in found[1:])
     if float(nan) or bad_rows or bad_columns:
         return None
@@ -81,27 +131,31 @@ def balanced(x: Tensor, sides: Sides, slack: float, shards: Row) -> tuple[Sides,
         return None
     least_k, most_k, least, most, total = found.sides
     same, missed = least == most, 0.0
-    if low_k > high > 0:
-        missed = low_k / high - 1
-        most = most * (low_k / high)
-        least = torch.where(same, most, least)
-    elif low > high_k:
-        missed = 1 - high_k / low
-        least = least * (high_k / low)
-        most = torch.where(same, least, most)
+    # sums without a total that all but meet are meant to meet, and what they leave is rounding
+    near = SLACK if total is None else 0.0
+    if low_k > high * (1 - near) > 0:
+        missed = abs(low_k / high - 1)
+        most = filled(most, by_column, entries, low_k - high)
+        least = torch.where(same, most, torch.minimum(least, most))
+    elif low > high_k * (1 - near):
+        missed = abs(1 - high_k / low)
+        least = filled(least, by_column, entries, high_k - low)
+        most = torch.where(same, least, torch.maximum(least, most))
     if total is not None:
         floor, ceiling = (float(v) for v in found.range())
         if not floor * (1 - slack) <= total <= ceiling * (1 + slack):
             return None
-        total = min(max(total, floor), ceiling) - float(everywhere)
+        total = min(max(total, floor), ceiling) - float(by_column.sum())
     by_row = pinned.sum(-1)
     left = Sides(least_k - by_row, most_k - by_row, least - by_column, most - by_column, total)
     return left, missed
 
 
-def decide(y: Tensor, r: Tensor, c: Tensor, sides: Sides, open_: Tensor, shards: Row) -> Sides | None:
-    """Settle, in place, the rows and columns that have to take nothing, or all that is left, and return the
-    bounds for the others. None if a bound cannot be met."""
+def _decide(
+    y: Tensor, r: Tensor, c: Tensor, sides: Sides, open_: Tensor, shards: Row
+) -> tuple[Sides, int, int] | None:
+    """Settle, in place, the rows and columns that have to take nothing, or all that is left. The bounds for
+    the others, and where all rows and all columns have to be; None if a bound cannot be met."""
     least_k, most_k, least, most, total = sides
     spread = shards.reduce([most_k.abs().sum()], [torch.cat([most_k.abs(), most_k.new_zeros(1)]).amax()])
     slack, rounding = EQUAL * max(1.0, float(spread[0])), 64 * torch.finfo(r.dtype).eps
@@ -109,13 +163,29 @@ def decide(y: Tensor, r: Tensor, c: Tensor, sides: Sides, open_: Tensor, shards:
         rounding * (1 + float(spread[1])),
         rounding * (1 + torch.cat([most.abs(), most.new_zeros(1)]).amax()),
     )
+    rows_at = columns_at = BETWEEN
     while True:
-        left = open_.sum(-1).to(r)
-        (everywhere,) = (float(v) for v in shards.reduce([left.sum()]))
-        nothing = total is not None and total <= rounding
-        everything = total is not None and total >= everywhere - rounding * (1 + everywhere)
-        none = ((most_k <= lack) | nothing) & (left > 0)
-        full = ((least_k >= left - lack) | everything) & (left > 0) & ~none
+        left, below = open_.sum(-1).to(r), open_.sum(0).to(r)
+        smallest, largest = least_k.clamp(min=0), torch.minimum(most_k, left)
+        everywhere, below, *sums = shards.reduce([left.sum(), below, smallest.sum(), largest.sum()])
+        low_k, high_k = (float(v) for v in sums)
+        fewest, most_of_all = least.clamp(min=0), torch.minimum(most, below)
+        low, high = float(fewest.sum()), float(most_of_all.sum())
+        # what all have together: rows with their least fill columns with their most, or the reverse
+        every = total if total is not None else max(low_k, low)
+        if total is not None or every >= min(high, high_k) - SAME * (1 + every):
+            rows_at = rows_at or _end(every, low_k, high_k)
+            columns_at = columns_at or _end(every, low, high)
+        if rows_at == AT_MOST:
+            least_k = torch.maximum(least_k, largest)
+        elif rows_at == AT_LEAST:
+            most_k = torch.minimum(most_k, smallest)
+        if columns_at == AT_MOST:
+            least = torch.maximum(least, most_of_all)
+        elif columns_at == AT_LEAST:
+            most = torch.minimum(most, fewest)
+        none = (most_k <= lack) & (left > 0)
+        full = (least_k >= left - lack) & (left > 0) & ~none
         broken = (most_k < -slack) | (least_k > left + slack)
         broken |= (none & (least_k > slack)) | (full & (most_k < left - slack))
         take = full.unsqueeze(-1) & open_
@@ -140,9 +210,15 @@ def decide(y: Tensor, r: Tensor, c: Tensor, sides: Sides, open_: Tensor, shards:
         least_k, most_k = least_k - take.sum(-1), most_k - take.sum(-1)
         if total is not None:
             total -= float(taken.sum() + (below * full).sum())
-            if not -slack <= total <= everywhere + slack:
+            if not -slack <= total <= float(everywhere) + slack:
                 return None
         open_ &= ~settled
         if not bool(some_rows > 0) and not bool(settled.any()):
             bounds = (least_k.clamp(min=0), torch.minimum(most_k, left), least.clamp(min=0), most)
-            return Sides(*bounds, total)
+            return Sides(*bounds, total), rows_at, columns_at
+
+
+def _end(every: float, low: float, high: float) -> int:
+    """At which of their bounds all have to be if this is their sum."""
+    near = SAME * (1 + every)
+    return AT_MOST if every >= high - near else AT_LEAST if every <= low + near else BETWEEN

@@ -30,9 +30,11 @@ __all__ = [
     "REACH",
     "ROUGH",
     "ROUNDING",
+    "SLACK",
     "STAGE",
     "STEPS",
     "Problem",
+    "filled",
     "follow",
     "soft_assign",
     "thresholds",
@@ -67,6 +69,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 DECIDED = 1e-4  # with less density than this, a row has its sum whatever its threshold
 KEPT = 4  # evaluations that are remembered
 EQUAL = 1e-9  # sums that differ by less, relative, are equal
+SLACK = 1e-6  # by how much sums of rows and columns may miss one another, relative: by rounding in float32
 
 
 def soft_assign(
@@ -119,22 +122,22 @@ def _assign(
     spread = float(x.amax() - x.amin()) if x.numel() else 0.0
     some_closed = not math.isfinite(spread)
     nan = x.isnan().any() if some_closed else x.new_zeros((), dtype=torch.bool)
-    pinned = (x == math.inf).to(k) if some_closed else x.new_zeros(0, x.shape[-1])
-    facts = [nan | (k < 0).any(), k.sum(), k.new_tensor(float(len(x))), pinned.sum(0)]
-    wrong, sum_of_k, height, taken = shards.reduce([v.to(k.dtype) for v in facts])
+    ends = torch.stack([x == math.inf, x == -math.inf]) if some_closed else x.new_zeros(2, 0, x.shape[-1])
+    facts = [nan | (k < 0).any(), k.sum(), k.new_tensor(float(len(x))), ends.sum(-2)]
+    wrong, sum_of_k, height, (taken, never) = shards.reduce([v.to(k.dtype) for v in facts])
     total, room = float(sum_of_k), float(capacity.sum())
     if not float(height) * len(c):
         return torch.zeros_like(x), r, c
     slack = EQUAL * max(1.0, total)
-    wide_slack = max(slack, 1e-6 * total)
+    wide_slack = max(slack, SLACK * total)
     bad = bool(wrong > 0) or not (0 < tau < math.inf) or not bool(bias.isfinite().all())
     bad = bad or not math.isfinite(room + total) or room < total - wide_slack or bool((capacity < 0).any())
     if bad or (not at_most and room - total > wide_slack):
         return _nothing(x, r, c)
     k, goal = k.clone(), capacity.clone()
     equal = room <= total + wide_slack
-    if equal and room > 0:
-        goal *= total / room  # the sums agree up to their rounding
+    if equal and room != total:  # the sums agree up to their rounding
+        goal = filled(goal, taken, height - never, total - room)
     goal -= taken  # on any process
 
     def solved(problem: Problem, start: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -154,7 +157,7 @@ def _assign(
     y = torch.zeros_like(x)
     if some_closed:
         y[x == math.inf] = 1
-        k -= pinned.sum(-1)
+        k -= ends[0].sum(-1)
     open_ = x.isfinite()
     if not _decide(y, r, c, k, goal, open_, equal, shards):
         return _nothing(x, r, c)
@@ -170,6 +173,14 @@ def _assign(
     y[where] = torch.where(open_[where], part.flatten(), y[where])
     r[lines], c[columns] = r_, c_
     return y, r, c
+
+
+def filled(bounds: Tensor, fewest: Tensor, entries: Tensor, missing: Tensor | float) -> Tensor:
+    """These bounds, along the last dim, with so much more in sum. Those at an end, fewest or entries, stay
+    there, and the others stay between."""
+    weight = torch.minimum(bounds - fewest, entries - bounds).clamp(min=0)
+    total = weight.sum(-1, keepdim=True)
+    return bounds + weight * (missing / torch.where(total > 0, total, 1)).clamp(-1, 1)
 
 
 def _nothing(y: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
