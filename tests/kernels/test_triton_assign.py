@@ -137,6 +137,25 @@ def test_hostile_matrices(kernels: ModuleType, name: str) -> None:
     assert not y.isnan().any()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_full_columns_stay_full_where_sums_miss_one_another(kernels: ModuleType, seed: int) -> None:
+    """By the rounding of float32, which columns take that are neither empty nor full; also beside entries
+    that are infinite."""
+    g = torch.Generator().manual_seed(seed)
+    m, n = (int(torch.randint(3, 10, (), generator=g)) for _ in range(2))
+    x, inside = torch.randn(m, n, generator=g).double(), 0.1 + 0.8 * torch.rand(m, n, generator=g).double()
+    inside[:, 0], inside[:, 1] = 1, 0
+    if seed % 2:
+        x[0, 0], x[1, 2], inside[1, 2] = INF, -INF, 0
+    k, capacity = inside.sum(-1).float(), inside.sum(-2).float()
+    at_most = seed % 4 > 1
+    arguments = given(x, k, capacity, 0.5, 0.0, at_most)
+    y, _, _ = kernels.soft_assign(*arguments, "logistic", 0.0, at_most, "")
+    want, _, _ = reference.soft_assign(*arguments, "logistic", 0.0, at_most, "")
+    torch.testing.assert_close(y, want, rtol=0, atol=1e-12)
+    assert bool((y[:, 0] == 1).all()) and bool((y[:, 1] == 0).all())
+
+
 def test_bad_matrices_are_nan_alone(kernels: ModuleType) -> None:
     good = scores(9, 4, 3)
     x, k, capacity = good.clone(), torch.ones(9, 4).double(), torch.full((9, 3), 4 / 3).double()

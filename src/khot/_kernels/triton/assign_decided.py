@@ -18,11 +18,11 @@ __all__ = ["decide_all", "goals"]
 
 @triton.jit
 def _facts(x_at, x_stride, k_at, k_row, m, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether there is a NaN or a negative k; Σk; the number of +inf in each column; and Σ|k| and max |k| of
-    what is left of k beside them."""
+    """Whether there is a NaN or a negative k; Σk; the number of +inf in each column, and of entries that may
+    be selected; and Σ|k| and max |k| of what is left of k beside +inf."""
     bad, sum_of_k = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
     left, most = tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
-    pinned = tl.zeros((ROWS, WIDTH), tl.float64)
+    pinned, may = tl.zeros((ROWS, WIDTH), tl.float64), tl.zeros((ROWS, WIDTH), tl.float64)
     for start in range(0, m, ROWS):
         row, there, x = load_rows(x_at, x_stride, start, m, n, ROWS, WIDTH)
         k = double(tl.load(k_at + row * k_row, mask=there, other=0.0))
@@ -30,12 +30,13 @@ def _facts(x_at, x_stride, k_at, k_row, m, n, ROWS: tl.constexpr, WIDTH: tl.cons
         bad += tl.sum(tl.where(x != x, 1.0, 0.0).to(tl.float64), axis=1) + tl.where(k >= 0, 0.0, 1.0)
         sum_of_k += k
         pinned += infinite
+        may += tl.where(x == -INF, 0.0, 1.0)
         rest = tl.abs(k - tl.sum(infinite, axis=1))
         left += tl.where(there, rest, 0.0)
         most = tl.maximum(most, tl.where(there, rest, 0.0))
     return (
-        tl.sum(bad, axis=0), tl.sum(sum_of_k, axis=0), tl.sum(pinned, axis=0), tl.sum(left, axis=0),
-        tl.max(most, axis=0),
+        tl.sum(bad, axis=0), tl.sum(sum_of_k, axis=0), tl.sum(pinned, axis=0), tl.sum(may, axis=0),
+        tl.sum(left, axis=0), tl.max(most, axis=0),
     )  # fmt: skip
 
 
@@ -90,8 +91,8 @@ def goals(
     """Whether the arguments are in their ranges (otherwise the status 2); whether the sums of k and of the
     capacities are equal; what is left of the capacities beside +inf; and Σ|k| and max |k|, of what is left of
     k."""
-    wrong, total_k, pinned, left_k, most_k = _facts(x_at, x_stride, k_at, k_row, m, n, ROWS, WIDTH)
-    faults, equal, goal = balanced(capacity, total_k, tau, AT_MOST)
+    wrong, total_k, pinned, may, left_k, most_k = _facts(x_at, x_stride, k_at, k_row, m, n, ROWS, WIDTH)
+    faults, equal, goal = balanced(capacity, pinned, may, total_k, tau, AT_MOST)
     wrong += faults + tl.sum(tl.where(capacity >= 0, 0.0, 1.0), axis=0)
     wrong += tl.sum(tl.where(tl.abs(start) < INF, 0.0, 1.0), axis=0)
     goal = tl.where(tl.arange(0, WIDTH) < n, goal - pinned, 0.0)

@@ -27,7 +27,7 @@ LAST = tl.constexpr(1e-8)  # in τ: after a shorter step a row is exact
 CLOSE = tl.constexpr(1e-2)  # in τ: below it steps of Newton's method need no bisection
 INF = tl.constexpr(float("inf"))
 LEAST = tl.constexpr(1e-300)  # the inverse of a smaller sum of densities overflows: such a row does not move
-EQUAL = tl.constexpr(reference.EQUAL)
+EQUAL, SLACK = tl.constexpr(reference.EQUAL), tl.constexpr(reference.SLACK)
 
 
 @triton.jit
@@ -60,19 +60,23 @@ def load_columns(capacity, bias, tau, matrix, n, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def balanced(capacity, total_k, tau, AT_MOST: tl.constexpr):
+def balanced(capacity, fewest, entries, total_k, tau, AT_MOST: tl.constexpr):
     """How many faults τ and the sums have; whether the sums of k and of the capacities are equal; and the
-    capacities, whose sum is then that of k."""
+    capacities, whose sum is then that of k. Columns have so many entries of +inf, and so many that may be
+    selected."""
     room = tl.sum(capacity, axis=0)
-    wide = tl.maximum(EQUAL * tl.maximum(1.0, total_k), 1e-6 * total_k)
+    wide = tl.maximum(EQUAL * tl.maximum(1.0, total_k), SLACK * total_k)
     equal = tl.where(room <= total_k + wide, 1, 0)
     wrong = tl.where((tau > 0) & (tau < INF), 0.0, 1.0) + tl.where(tl.abs(room + total_k) < INF, 0.0, 1.0)
     wrong += tl.where(room >= total_k - wide, 0.0, 1.0)
     if not AT_MOST:
         wrong += tl.where(equal > 0, 0.0, 1.0)
-    # the sums agree up to their rounding
-    goal = capacity * tl.where((equal > 0) & (room > 0), total_k / tl.where(room > 0, room, 1.0), 1.0)
-    return wrong, equal, goal
+    # the sums agree up to their rounding, which columns take that are neither empty nor full
+    weight = tl.maximum(tl.minimum(capacity - fewest, entries - capacity), 0.0)
+    every = tl.sum(weight, axis=0)
+    share = (total_k - room) / tl.where(every > 0, every, 1.0)
+    share = tl.where(equal > 0, tl.minimum(tl.maximum(share, -1.0), 1.0), 0.0)
+    return wrong, equal, capacity + weight * share
 
 
 @triton.jit

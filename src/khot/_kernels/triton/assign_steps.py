@@ -125,7 +125,7 @@ def _start(
     """The note of a matrix, and its columns' first thresholds."""
     column = tl.arange(0, WIDTH)
     there = column < n
-    faults, equal, goal = balanced(capacity, sum_of_k, tau, AT_MOST)
+    faults, equal, goal = balanced(capacity, below * 0, below, sum_of_k, tau, AT_MOST)
     bad += faults
     spare = 64 * ROUNDING * (1 + tl.max(tl.abs(goal), axis=0))
     undecided = (goal > spare) & (below > 0) & ((goal < below - spare) | (equal == 0))
