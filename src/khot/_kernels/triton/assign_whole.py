@@ -269,7 +269,7 @@ def _write(
     CDF: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The results, which are NaN unless the status is 1."""
-    x_at, x_stride, _, _, state_at, r_at, _ = rows
+    x_at, x_stride, state_at, r_at = rows[0], rows[1], rows[4], rows[5]
     column = tl.arange(0, T.width)
     there = column < n
     c, settled = _get(vectors, C, n, T.width), _get(vectors, SETTLED, n, T.width)

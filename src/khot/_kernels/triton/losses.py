@@ -190,19 +190,19 @@ def losses_exactly(x_at, target_at, n, per, threshold, CDF: tl.constexpr, WIDTH:
 
 @triton.jit
 def _loss_exactly(
-    row, x, target, k, tau, power, loss_pointer, share_pointer, t, n, CDF: tl.constexpr, T: tl.constexpr,
+    row, x, target, k, tau, power, loss_pointer, share_pointer, t, n, L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """One row, which is read a chunk at a time."""
     WIDTH: tl.constexpr = T.chunk
     x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
     k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, CDF, BY_COUNT, False, T.chunk)
+    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
     sums = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, n, T.chunk):
         column = start + tl.arange(0, T.chunk)
         sums += double(tl.load(target_at + column, mask=column < n, other=0.0))
     per = share_of(tl.sum(sums, axis=0), k)
-    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), CDF, T.chunk)
+    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), L.cdf, T.chunk)
     loss = tl.where((hi == hi) & (per == per), loss, float("nan"))
     tl.store(loss_pointer + row, loss)
     tl.store(share_pointer + row, per)
@@ -226,13 +226,13 @@ def pull_entries_exactly(
 
 @triton.jit
 def _pull_exactly(
-    row, x, target, grad, share_pointer, t, tau, power, dx_pointer, dtau_pointer, n, CDF: tl.constexpr,
+    row, x, target, grad, share_pointer, t, tau, power, dx_pointer, dtau_pointer, n, L: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
     per, dx_at, grad = tl.load(share_pointer + row), dx_pointer + row * n, number64(*grad, row)
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), power)
-    rate = pull_entries_exactly(x_at, target_at, dx_at, n, per, threshold, grad, CDF, T.chunk)
+    rate = pull_entries_exactly(x_at, target_at, dx_at, n, per, threshold, grad, L.cdf, T.chunk)
     tl.store(dtau_pointer + row, grad * rate)
 
 
@@ -342,7 +342,7 @@ def solve_losses(
 
     rescue(
         there & ~ok, row, _loss_exactly,
-        (x, target, k, tau, joined(*exponent), loss_pointer, share_pointer, t, n_columns, L.cdf, T),
+        (x, target, k, tau, joined(*exponent), loss_pointer, share_pointer, t, n_columns, L, T),
         T.together,
     )  # fmt: skip
 
@@ -409,7 +409,7 @@ def pull_losses(
         there & ~ok, row, _pull_exactly,
         (
             x, target, grad, share_pointer, t, tau, joined(*exponent), dx_pointer, dtau_pointer, n_columns,
-            L.cdf, T,
+            L, T,
         ),
         T.together,
     )  # fmt: skip

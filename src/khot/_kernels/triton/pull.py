@@ -208,7 +208,7 @@ def _results(to, offset, L: tl.constexpr):
 @triton.jit
 def _pull_exactly(
     row, grad, grad_lo, x, cost, t, tau, to, n, power,
-    L: tl.constexpr, AT_MOST: tl.constexpr, CHUNK: tl.constexpr,
+    L: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """One row in float64, which is read again a chunk at a time."""
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(power[0], power[1]))
@@ -216,7 +216,7 @@ def _pull_exactly(
     pull_exactly(
         row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
         number64(*grad_lo, row), threshold, dx_at, dcost_at, to.dgoal + row, to.dtau + row,
-        L.cdf, L.by, AT_MOST, L.output, CHUNK,
+        L.cdf, L.by, AT_MOST, L.output, T.chunk,
     )  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def pull_rows(
 
     rescue(
         there & ~ok, row, _pull_exactly,
-        (grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T.chunk), T.together,
+        (grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T), T.together,
     )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def _pull_parts(
             tl.store(to.dgoal + row, pull.to(tl.float64))
             tl.store(to.dtau + row, dtau.to(tl.float64))
         else:
-            _pull_exactly(row, grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T.chunk)
+            _pull_exactly(row, grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T)
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
