@@ -42,8 +42,10 @@ def _count_distances(
     counts_pointer, x, values, best, updates_pointer, octave_pointer, mask_pointer, groups,
     rows, n, k, size, top, HALF: tl.constexpr, DROPPED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * T.together + tl.arange(0, T.together)
-    column = tl.arange(0, T.width)[None, :]
+    TOGETHER: tl.constexpr = T.together
+    WIDTH: tl.constexpr = T.width
+    row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    column = tl.arange(0, WIDTH)[None, :]
     there = row < rows
     valid = there[:, None] & (column < n)
     score = tl.load(x.pointer + row[:, None] * x.stride + column, mask=valid, other=0.0)
@@ -86,7 +88,7 @@ def _count_distances(
     place = tl.minimum(tl.maximum((bits - lowest) >> dropped, 0), HALF - 1)
     place = tl.where(chosen, HALF - 1 - place, HALF + place)
     place = tl.where(score == float("-inf"), 2 * HALF, place)
-    one = tl.full((T.together, T.width), 1, tl.int64)
+    one = tl.full((TOGETHER, WIDTH), 1, tl.int64)
     at = counts_pointer + place.to(tl.int64) * n + column
     tl.atomic_add(at, one, mask=valid & counted[:, None], sem="relaxed")
 
