@@ -1,17 +1,15 @@
 """khot on a GPU, in three commands of less than five minutes each: `python -m benchmarks.device check`, then
 `bench`, then `layers`.
 
-`check` first compares calls without Python with the ordinary way, bit by bit. Then it runs every row of the
-operators' table (tests/operators.py) forward and backward at a short and a long size, and each path through
-the soft top-k and some through others, against the CPU in float64, with memory that is filled with NaN
-before; and says whether the host waits and whether a CUDA graph can be captured and replayed.
+`check` runs tests/test_cuda.py, which needs pytest: values and gradients of every operator against the CPU,
+calls without Python against the ordinary way bit by bit, whether the host waits, and CUDA graphs.
 `bench` times the soft top-k on the shapes that the project has goals for, and the other operators, beside
 torch's softmax, sort and topk. `layers` times layers beside what one would write by hand.
 
 All run from a bare checkout with PYTHONPATH=src:tests, without git (KHOT_REVISION names the revision) and
-without a network. They compile in as many processes as --jobs says, stop by themselves after four minutes,
-write device.json and device.md into --out after every step, and go on from there when they are started again.
---only takes some of the steps, say `bench --only "other operators"`.
+without a network. `bench` and `layers` compile in as many processes as --jobs says, stop by themselves after
+four minutes, write device.json and device.md into --out after every step, and go on from there when they are
+started again. --only takes some of the steps, say `bench --only "other operators"`, or of the tests.
 --dry-run takes tiny shapes and the CPU, for a rehearsal: under KHOT_KERNELS=triton and TRITON_INTERPRET=1
 with the kernels themselves, interpreted.
 """
@@ -19,18 +17,16 @@ with the kernels themselves, interpreted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from concurrent.futures import TimeoutError as Late
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, wait
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -46,13 +42,12 @@ from benchmarks.cpu import spread_normal
 from benchmarks.host import plain_calls
 from khot import _kernels as kernels
 from khot import cdfs
-from khot._core import eager
 from khot.losses import FenchelYoungTopKLoss
 
 RESULTS = Path(__file__).parent / "results"
-SECONDS = {"check": 240, "bench": 240, "layers": 120}  # after which nothing new is begun
+TESTS = Path(__file__).parents[1] / "tests" / "test_cuda.py"
+SECONDS = {"bench": 240, "layers": 120}  # after which nothing new is begun
 REPEATS, LONG = 20, 0.1  # calls that are timed, but no more of them than take so many seconds
-CALLS = "without Python"  # the first checks
 TOGETHER = 10  # replays of a graph that are timed together, so that no launch shows
 
 Function = Callable[..., Any]
@@ -88,80 +83,6 @@ SQUARES = [Case(256, 64, 8), Case(64, 256, 16)]
 DRY = [Case(3, 20, 4, goals=(1.5, 1.3)), Case(2, 33, 5, torch.bfloat16)]
 
 
-def balanced(x: Tensor, k: float, tau: float) -> Tensor:
-    """Each row's k, spread evenly over the columns."""
-    return khot.soft_assign(x, k, tau=tau)
-
-
-def spent(x: Tensor, budget: float, tau: float, by: Any) -> Tensor:
-    """A budget for costs that differ by as much as a decade."""
-    return khot.soft_budget(x, 1 + x.detach().flip(-1).abs(), budget, tau=tau, by=by)
-
-
-class Route(NamedTuple):
-    """One way through the kernels of an operator, which may be called in another way than in the table."""
-
-    name: str
-    rows: int
-    n: int
-    k: float
-    tau: float = 1.0
-    dtype: torch.dtype = torch.float32
-    operator: str = "soft_topk-logistic"
-    call: Callable[[Tensor, float, float], Tensor] | None = None
-
-
-ROUTES = [
-    Route("short rows, several to a program", 4_096, 64, 8.5),
-    Route("short rows, small τ", 4_096, 64, 8.5, tau=0.01),
-    Route("a gap no exponential crosses", 512, 64, 8, tau=1e-4),
-    Route("medium rows", 256, 1_000, 100),
-    Route("medium rows in bfloat16", 256, 512, 32, dtype=torch.bfloat16),
-    Route("medium rows in float16", 256, 512, 32, dtype=torch.float16),
-    Route("rows of several warps", 64, 8_192, 64),
-    Route("rows of several warps, logarithm", 64, 8_192, 64, operator="log_soft_topk-logistic"),
-    Route("the longest rows on chip", 32, 32_768, 3_000),
-    Route("rows of two entries to a register", 32, 65_536, 6_000, dtype=torch.bfloat16),
-    Route("rows of two entries to a register, padded", 32, 40_000, 3_000.5, dtype=torch.float16),
-    Route("rows that stream past", 64, 100_000, 10_000),
-    Route("rows that stream past, small τ", 64, 70_001, 64, tau=0.01),
-    Route("rows split over programs", 2, 1_000_000, 64),
-    Route("short rows, float64", 64, 64, 8.5, dtype=torch.float64),
-    Route("split rows, laplace", 2, 300_000, 64, operator="soft_topk-laplace"),
-    Route("split magnitudes", 2, 300_001, 64, operator="soft_topk_magnitude-2.00"),
-    Route("split magnitudes, small τ", 2, 300_001, 64, tau=0.01, operator="soft_topk_magnitude-2.00"),
-    Route("split magnitudes, p = 4/3", 2, 300_001, 64, operator="soft_topk_magnitude-1.33"),
-    Route("a row of magnitudes in millions", 1, 6_300_000, 64, operator="soft_topk_magnitude-2.00"),
-    *(
-        Route(
-            f"a budget split over programs, by {by}, τ = {tau:g}, of ({rows:,}, {n:,})",
-            rows,
-            n,
-            budget,
-            tau,
-            operator="soft_budget-logistic-score",
-            call=partial(spent, by=by),
-        )
-        for rows, n, budget, tau in (
-            (2, 300_001, 30_000, 1.0),
-            (2, 300_001, 100, 0.01),
-            (1, 6_300_000, 64, 1.0),
-        )
-        for by in ("score", "value")
-    ),
-    *(
-        Route(f"assignment, τ = {tau:g}", 4_096, 64, 2, tau, operator="soft_assign-logistic", call=balanced)
-        for tau in (1.0, 0.001)
-    ),
-    *(
-        Route(f"permutations of {n}, {cdf}", rows, n, 1, operator=f"soft_permutation-{cdf}")
-        for rows, n in ((256, 64), (64, 256), (16, 512))
-        for cdf in ("laplace", "logistic")
-    ),
-]
-SIZES = (1_001, 40_001)  # of the table's rows; an operator that costs n² takes 7
-
-
 def gpu_or_cpu(dry: bool) -> torch.device:
     return torch.device("cpu" if dry else "cuda")
 
@@ -174,88 +95,14 @@ def synchronize(device: torch.device) -> None:
 # --------------------------------------------------------------------------------------- check
 
 
-def checks(dry: bool) -> dict[str, tuple[str, Any]]:
-    """What is looked at, by name: a row of the table and its size, or a route."""
-    from agreement import fits  # tests/ has to be on the path for `check` only
-    from operators import OPERATORS
-
+def check(only: str, jobs: int, dry: bool) -> int:
+    """The exit code of the tests of a device; a rehearsal only collects them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS), "-k", only]
     if dry:
-        return {
-            "soft_topk-logistic, n = 7": ("soft_topk-logistic", 7),
-            "quantile-linear, n = 7": ("quantile-linear", 7),
-            "short rows, logarithm": ("", Route("", 2, 20, 4.5, operator="log_soft_topk-logistic")),
-            "assignment": ("", Route("", 6, 4, 1, operator="soft_assign-logistic", call=balanced)),
-        }
-    found: dict[str, tuple[str, Any]] = {}
-    for short in (True, False):
-        for op in OPERATORS:
-            n = SIZES[not short] if fits(op, SIZES[not short]) else 7
-            if short or n > SIZES[0]:
-                found[f"{op.id}, n = {n:,}"] = (op.id, n)
-        if short:
-            found |= {route.name: ("", route) for route in ROUTES}
-    return found
-
-
-def examine(operator: str, what: Any, dry: bool) -> dict[str, Any]:
-    """The errors of the value and of the gradients in units of what is allowed, whether the host waits, and
-    whether a graph replays."""
-    import agreement
-    from operators import OPERATORS
-
-    device, start = gpu_or_cpu(dry), time.perf_counter()
-    table = {op.id: op for op in OPERATORS}
-    if isinstance(what, Route):
-        op, dtype = table[what.operator], what.dtype
-        # k and τ by value
-        called = what.call or op.call
-        call = lambda x, k, tau, **options: called(x, what.k, what.tau, **options)  # noqa: E731
-        op = dataclasses.replace(op, call=call, integer_k=True, has_tau=False)
-        x = torch.randn(what.rows, what.n, generator=torch.Generator().manual_seed(0)).to(dtype)
-        args = [x, torch.ones(()), torch.ones(())]
-    else:
-        op, dtype = table[operator], torch.float32
-        args = agreement.arguments(op, what, dtype)
-    exact = agreement.leaves(op, [a.double() for a in args], "cpu")
-    want = agreement.value_and_gradients(op, exact)
-    given = agreement.leaves(op, args, device.type)
-    with agreement.poisoned():
-        got = agreement.value_and_gradients(op, given)
-    value, *rest = agreement.excess(op, got, want, args[0].shape[-1], dtype)
-    found: dict[str, Any] = {"value": value, "gradients": max(rest, default=0.0)}
-    found["right"] = value <= 1 and found["gradients"] <= 1
-    if device.type == "cuda":
-        found["waits"] = waits(op, given)
-        found["graph"] = replays(op, given)
-    found["seconds"] = round(time.perf_counter() - start, 1)
-    return found
-
-
-def waits(op: Any, args: list[Tensor]) -> str:
-    """What makes the host wait for the device, if anything does."""
-    from agreement import never_waiting
-
-    try:
-        with never_waiting():
-            y = op.call(*args)
-            if op.differentiable:
-                torch.autograd.grad(y, [a for a in args if a.requires_grad], torch.ones_like(y))
-    except RuntimeError as error:
-        return str(error)[:200]
-    return ""
-
-
-def replays(op: Any, args: list[Tensor]) -> bool:
-    """Whether a graph captured with one input computes another's result."""
-    from agreement import error
-
-    held = [a.detach().clone() for a in args]
-    graph = capture(lambda: op.call(*held))
-    if graph is None:
-        return False
-    held[0].copy_(held[0].flip(-1) * 0.9)
-    graph[0].replay()
-    return error(graph[1], op.call(*held).cpu()) <= 1e-6
+        command += ["--collect-only"]
+    elif importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(jobs)]
+    return subprocess.run(command, env={**os.environ, "KHOT_REQUIRE_CUDA": "1"}, check=False).returncode
 
 
 def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
@@ -272,97 +119,6 @@ def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | N
     except RuntimeError:
         return None
     return graph, result
-
-
-@contextmanager
-def ordinary() -> Iterator[None]:
-    """The ordinary way for every call, and Triton's launcher for every kernel."""
-    names = (*eager.ON_GPUS, "start")
-    held = {name: getattr(eager, name) for name in names}
-    try:
-        for name in names:
-            setattr(eager, name, eager._ordinary)
-        yield
-    finally:
-        for name, call in held.items():
-            setattr(eager, name, call)
-
-
-def examine_calls(name: str, dry: bool) -> dict[str, Any]:
-    """Whether calls without Python have the bits of the ordinary way."""
-    device = gpu_or_cpu(dry)
-    shapes = ((3, 20, torch.float32), (4_096, 64, torch.float32), (64, 8_192, torch.bfloat16))
-    wrong = [
-        f"({rows}, {n}): {how}"
-        for rows, n, dtype in shapes[: 1 if dry else None]
-        for x in [torch.randn(rows, n, device=device).to(dtype).requires_grad_()]
-        for how in differences(different_calls(x.detach())[name], x)
-    ]
-    return {"right": not wrong and (dry or eager.launching), "wrong": "; ".join(wrong)}
-
-
-def different_calls(like: Tensor) -> dict[str, Function]:
-    """What the extension has launches for, of inputs like this one."""
-    cost, each, mask = 1 + like.flip(-1).abs(), 2 + like[:, 0].sigmoid(), like < like.amax()
-    tau = like.new_full((), 0.7, dtype=torch.float32).requires_grad_()
-    learned = each.float().requires_grad_()
-    return {
-        **plain_calls(like),
-        "soft_topk, laplace": partial(khot.soft_topk, k=3, cdf="laplace"),
-        "log_soft_topk": partial(khot.log_soft_topk, k=2.5, tau=0.3),
-        "hard": partial(khot.soft_topk, k=3, hard=True),
-        "k and tau of each row": partial(khot.soft_topk, k=each, tau=each),
-        "mask": partial(khot.soft_topk, k=3, mask=mask),
-        "magnitude, tau of each row": partial(khot.soft_topk_magnitude, k=3, tau=each),
-        "magnitude, masked": partial(khot.soft_topk_magnitude, k=3, mask=mask),
-        "budget, masked": partial(khot.soft_budget, cost=cost, budget=3.0, mask=mask),
-        "rank, masked": partial(khot.soft_rank, mask=mask),
-        "sort, masked": partial(khot.soft_sort, mask=mask),
-        "of columns": partial(khot.soft_topk, k=1, dim=0),
-        "budget, by value": partial(khot.soft_budget, cost=cost, budget=3.0, by="value"),
-        "budget of each row": partial(khot.soft_budget, cost=cost, budget=each),
-        "learned tau": partial(khot.soft_topk, k=3, tau=tau),
-        "learned k and tau": partial(khot.soft_topk, k=learned, tau=learned),
-        "magnitude, learned tau": partial(khot.soft_topk_magnitude, k=3, tau=tau),
-        "learned budget": partial(khot.soft_budget, cost=cost, budget=learned, tau=tau),
-        "rank, learned tau": partial(khot.soft_rank, tau=tau, descending=True),
-        "sort, learned tau": partial(khot.soft_sort, tau=learned, descending=True),
-    }
-
-
-def differences(function: Function, x: Tensor) -> Iterator[str]:
-    """Where a call and its gradient differ from the ordinary way's: once prepared, in a thread, on another
-    stream, in a graph, and for a gradient that is not contiguous, which such a call copies."""
-    contiguous = torch.randn_like(x)
-    given = function.keywords.values() if isinstance(function, partial) else ()
-    leaves = [x, *(v for v in given if isinstance(v, Tensor) and v.requires_grad)]
-
-    def results(grad: Tensor = contiguous) -> list[Tensor]:
-        y = function(x)
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad), khot.topk_mask(x.detach(), 3)]
-
-    results()  # the first launch puts the extension's functions in place, which `ordinary` takes away
-    with ordinary():
-        wanted = results()
-    results()
-    got = {"prepared": results(), "transposed": results(contiguous.mT.contiguous().mT)}
-    with ThreadPoolExecutor(1) as thread:
-        got["thread"] = thread.submit(results).result()
-    if x.is_cuda:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            got["stream"] = results()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = capture(results)
-        if graph is None:
-            yield "no graph"
-        else:
-            graph[0].replay()
-            got["graph"] = graph[1]
-    for how, found in got.items():
-        if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
-            yield how
 
 
 def copied(device: torch.device, dry: bool) -> float:
@@ -722,19 +478,6 @@ def text(results: report.Results) -> str:
     setting = [f"- {key}: {value}" for key, value in results["setting"].items()]
     setting += [f"- {key}: {value}" for key, value in done.get("copy", {}).items()]
     parts = ["# khot on a GPU", "\n".join(setting)]
-    found = {n.removeprefix("check: "): f for n, f in done.items() if n.startswith("check: ")}
-    if found:
-        right = sum(f["right"] for f in found.values())
-        head = ["", *dict.fromkeys(key for each in found.values() for key in each)]
-        # of what is right, the least exact
-        worst = sorted(found, key=lambda n: (found[n]["right"], -found[n].get("value", 0)))
-        shown = [n for n in worst if not found[n]["right"]] + [n for n in worst if found[n]["right"]][:10]
-        rows = [[n, *(short(found[n].get(key, "–")) for key in head[1:])] for n in shown]
-        parts += [
-            "## Values and gradients beside the CPU in float64",
-            f"{right} of {len(found)} are right. Errors are in units of what is allowed; the worst ten.",
-            report.table(head, rows),
-        ]
     for kind, title in (("bench", "Time, in microseconds"), ("layer", "Layers, in microseconds")):
         found = {n.removeprefix(f"{kind}: "): f for n, f in done.items() if n.startswith(f"{kind}: ")}
         rows = [row for name, each in found.items() for row in table_rows(name, each)]
@@ -786,10 +529,6 @@ def memory(found: dict[str, Any]) -> str:
     return report.megabytes(found["memory"]) if "memory" in found else "–"
 
 
-def short(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
-
-
 # ------------------------------------------------------------------------------------------ main
 
 
@@ -815,19 +554,21 @@ def machine(device: torch.device) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.device", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=list(SECONDS))
+    parser.add_argument("what", choices=["check", *SECONDS])
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes")
     parser.add_argument("--seconds", type=float, help="after which nothing new is begun")
     parser.add_argument("--only", default="", metavar="TEXT", help="steps whose names match this expression")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for device.json and device.md")
     args = parser.parse_args(arguments)
-    end = time.monotonic() + (SECONDS[args.what] if args.seconds is None else args.seconds)
     dry: bool = args.dry_run
     device = gpu_or_cpu(dry)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("benchmarks.device: torch sees no GPU, so nothing was measured", file=sys.stderr)
         raise SystemExit(2)
+    if args.what == "check":
+        raise SystemExit(check(args.only, args.jobs, dry))
+    end = time.monotonic() + (SECONDS[args.what] if args.seconds is None else args.seconds)
 
     path = args.out / "device"
     results = report.resume(path.with_suffix(".json"), machine(device))
@@ -843,17 +584,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     if "copy" not in done:
         keep("copy", {"a copy, GB/s": round(copied(device, dry) / 1e9)})
-    if args.what == "check":
-        todo = {n: c for n, c in checks(dry).items() if wanted(f"check: {n}")}
-        tasks: dict[str, Callable[[], Any]] = {n: partial(examine, *c, dry) for n, c in todo.items()}
-        known = {f"{CALLS}: {name}": name for name in different_calls(torch.ones(1, 8))}
-        plain = {n: partial(examine_calls, name, dry) for n, name in known.items() if wanted(f"check: {n}")}
-        tasks = {**plain, **tasks}
-        for name, found in run(tasks, 1 if dry else args.jobs, end):
-            if isinstance(found, Exception):
-                found = {"right": False, "error": f"{found!r}"[:300]}
-            keep(f"check: {name}", found)
-    elif args.what == "bench":
+    if args.what == "bench":
         cases = {n: c for n, c in (DRY_BENCHES if dry else BENCHES).items() if wanted(f"bench: {n}")}
         compiles: dict[str, Callable[[], Any]] = {
             f"{n}, {part}": partial(warm, *c, part, parts)
@@ -864,8 +595,7 @@ def main(arguments: list[str] | None = None) -> None:
         }
         now = time.monotonic()
         if compiles and not dry:
-            for _ in run(compiles, args.jobs, now + COMPILING * (end - now)):
-                pass  # what fails fails again where it is told
+            compile_all(compiles, args.jobs, now + COMPILING * (end - now))
         for name, (make, case) in cases.items():
             if time.monotonic() < end:
                 keep(f"bench: {name}", measure(make, case, dry))
@@ -874,34 +604,18 @@ def main(arguments: list[str] | None = None) -> None:
             if wanted(f"layer: {name}") and time.monotonic() < end:
                 keep(f"layer: {name}", measure_layer(name, dry))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
-    bad = [name for name, found in done.items() if found.get("right") is False]
-    print(*bad, sep="\n", file=sys.stderr)
-    raise SystemExit(1 if bad else 0)
 
 
-def run(tasks: dict[str, Callable[[], Any]], jobs: int, end: float) -> Iterator[tuple[str, Any]]:
-    """What the tasks return, or the exception that they raise, as they come; until it is too late."""
-    if jobs == 1:
-        for name, task in tasks.items():
-            if time.monotonic() < end:
-                try:
-                    yield name, task()
-                except Exception as error:
-                    yield name, error
-        return
-    # the processor computes what is right, and each process would take all of its cores for that
+def compile_all(tasks: dict[str, Callable[[], Any]], jobs: int, end: float) -> None:
+    """In processes, until it is too late. What fails fails again where it is told."""
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,))
     futures = {pool.submit(task): name for name, task in tasks.items()}
-    try:
-        for future in as_completed(futures, timeout=max(0.0, end - time.monotonic())):
-            yield futures[future], future.exception() or future.result()
-    except Late:
-        print(f"{sum(not f.done() for f in futures)} were not reached in time", file=sys.stderr)
-    finally:
-        processes = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
+    if late := wait(futures, timeout=max(0.0, end - time.monotonic())).not_done:
+        print(f"{len(late)} were not reached in time", file=sys.stderr)
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.terminate()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,16 @@ that a failure. `pytest tests/test_cuda.py -n 12` compiles Triton's kernels in s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.host import plain_calls
 from torch import Tensor
 
 import khot
@@ -28,6 +33,7 @@ from agreement import (
 )
 from khot import _kernels as kernels
 from khot import cdfs
+from khot._core import eager
 from operators import OPERATORS, Operator
 
 pytestmark = [
@@ -45,6 +51,25 @@ every_differentiable = pytest.mark.parametrize(
 )
 CDFS = ["logistic", "laplace", "normal", "uniform", cdfs.Power(4 / 3)]
 every_cdf = pytest.mark.parametrize("cdf", CDFS, ids=str)
+
+
+@contextlib.contextmanager
+def other_stream() -> Iterator[None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def capture(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    with other_stream():
+        for _ in range(3):
+            step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
 
 
 def test_triton_serves() -> None:
@@ -66,6 +91,141 @@ def test_agrees_with_the_cpu(op: Operator, dtype: torch.dtype) -> None:
             got = value_and_gradients(op, leaves(op, args, "cuda"))
         assert got[0].dtype == dtype
         assert max(excess(op, got, want, n, dtype)) <= 1, n
+
+
+def spent(x: Tensor, budget: float, tau: float, by: Any) -> Tensor:
+    """A budget for costs that differ by as much as a decade, and are the same in float32 and float64."""
+    cost = (1 + x.detach().flip(-1).abs()).float().to(x.dtype)
+    return khot.soft_budget(x, cost, budget, tau=tau, by=by)
+
+
+SHORT, LONG = "soft_topk-logistic", "soft_topk_magnitude-2.00"
+WAYS: list[tuple[str, int, int, float, float, torch.dtype]] = [  # rows, n, k, tau
+    (SHORT, 4_096, 64, 8.5, 1.0, torch.float32),  # several rows to a program
+    (SHORT, 4_096, 64, 8.5, 0.01, torch.float32),
+    (SHORT, 512, 64, 8, 1e-4, torch.float32),  # a gap no exponential crosses
+    (SHORT, 64, 64, 8.5, 1.0, torch.float64),
+    (SHORT, 256, 512, 32, 1.0, torch.bfloat16),
+    (SHORT, 256, 512, 32, 1.0, torch.float16),
+    (SHORT, 256, 1_000, 100, 1.0, torch.float32),
+    (SHORT, 64, 8_192, 64, 1.0, torch.float32),  # rows of several warps
+    ("log_soft_topk-logistic", 64, 8_192, 64, 1.0, torch.float32),
+    (SHORT, 32, 32_768, 3_000, 1.0, torch.float32),  # the longest rows on chip
+    (SHORT, 32, 65_536, 6_000, 1.0, torch.bfloat16),  # two entries to a register
+    (SHORT, 32, 40_000, 3_000.5, 1.0, torch.float16),
+    (SHORT, 64, 100_000, 10_000, 1.0, torch.float32),  # rows that stream past
+    (SHORT, 64, 70_001, 64, 0.01, torch.float32),
+    (SHORT, 2, 1_000_000, 64, 1.0, torch.float32),  # rows split over programs
+    ("soft_topk-laplace", 2, 300_000, 64, 1.0, torch.float32),
+    (LONG, 2, 300_001, 64, 1.0, torch.float32),
+    (LONG, 2, 300_001, 64, 0.01, torch.float32),
+    (LONG, 1, 6_300_000, 64, 1.0, torch.float32),
+    ("soft_topk_magnitude-1.33", 2, 300_001, 64, 1.0, torch.float32),
+    *(
+        (f"soft_budget-logistic-{by}", *sizes, torch.float32)
+        for by in ("score", "value")
+        for sizes in ((2, 300_001, 30_000, 1.0), (2, 300_001, 100, 0.01), (1, 6_300_000, 64, 1.0))
+    ),
+    ("soft_assign-logistic", 4_096, 64, 2, 1.0, torch.float32),
+    ("soft_assign-logistic", 4_096, 64, 2, 0.001, torch.float32),
+    *(
+        (f"soft_permutation-{cdf}", rows, n, 1, 1.0, torch.float32)
+        for rows, n in ((256, 64), (64, 256), (16, 512))
+        for cdf in ("laplace", "logistic")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "n", "k", "tau", "dtype"), WAYS, ids=str)
+def test_ways_through_the_kernels(
+    name: str, rows: int, n: int, k: float, tau: float, dtype: torch.dtype
+) -> None:
+    """Those that depend on how many rows there are, with k and tau as numbers."""
+    op = next(op for op in OPERATORS if op.id == name.replace("-value", "-score"))
+    called = op.call
+    if name.startswith("soft_budget"):
+        called = partial(spent, by=name.rpartition("-")[2])
+    elif name.startswith("soft_assign"):  # each row's k, spread evenly over the columns
+        called = lambda x, k, tau: khot.soft_assign(x, k, tau=tau)  # noqa: E731
+    op = dataclasses.replace(op, call=lambda x, *_: called(x, k, tau), integer_k=True, has_tau=False)
+    x = torch.randn(rows, n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    args = [x, torch.ones(()), torch.ones(())]
+    want = value_and_gradients(op, leaves(op, [a.double() for a in args], "cpu"))
+    with poisoned():
+        got = value_and_gradients(op, leaves(op, args, "cuda"))
+    assert max(excess(op, got, want, n, dtype)) <= 1
+
+
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    """The ordinary way for every call, and Triton's launcher for every kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*eager.ON_GPUS, "start"):
+            patch.setattr(eager, name, eager._ordinary)
+        yield
+
+
+def calls_without_python(like: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What the extension has launches for, of inputs like this one."""
+    cost, each, mask = 1 + like.flip(-1).abs(), 2 + like[:, 0].sigmoid(), like < like.amax()
+    tau = like.new_full((), 0.7, dtype=torch.float32).requires_grad_()
+    learned = each.float().requires_grad_()
+    given: dict[str, list[dict[str, Any]]] = {
+        "soft_topk": [
+            {"k": 3, "cdf": "laplace"}, {"k": 3, "hard": True}, {"k": each, "tau": each},
+            {"k": 3, "mask": mask}, {"k": 1, "dim": 0}, {"k": 3, "tau": tau}, {"k": learned, "tau": learned},
+        ],
+        "log_soft_topk": [{"k": 2.5, "tau": 0.3}],
+        "soft_topk_magnitude": [{"k": 3, "tau": each}, {"k": 3, "mask": mask}, {"k": 3, "tau": tau}],
+        "soft_budget": [
+            {"cost": cost, "budget": 3.0, "mask": mask}, {"cost": cost, "budget": 3.0, "by": "value"},
+            {"cost": cost, "budget": each}, {"cost": cost, "budget": learned, "tau": tau},
+        ],
+        "soft_rank": [{"mask": mask}, {"tau": tau, "descending": True}],
+        "soft_sort": [{"mask": mask}, {"tau": learned, "descending": True}],
+    }  # fmt: skip
+    return plain_calls(like) | {
+        f"{name}, {at}": partial(getattr(khot, name), **options)
+        for name, each_options in given.items()
+        for at, options in enumerate(each_options)
+    }
+
+
+@pytest.mark.parametrize("name", calls_without_python(torch.ones(1, 8)))
+@pytest.mark.parametrize(
+    ("rows", "n", "dtype"),
+    [(3, 20, torch.float32), (4_096, 64, torch.float32), (64, 8_192, torch.bfloat16)],
+    ids=str,
+)
+def test_calls_without_python_have_the_bits_of_the_ordinary_way(
+    name: str, rows: int, n: int, dtype: torch.dtype
+) -> None:
+    """Once prepared, in a thread, on another stream, in a graph, and for a gradient that is not contiguous,
+    which such a call copies."""
+    x = torch.randn(rows, n, device="cuda").to(dtype).requires_grad_()
+    function, contiguous = calls_without_python(x.detach())[name], torch.randn_like(x)
+    options = function.keywords.values() if isinstance(function, partial) else ()
+    inputs = [x, *(v for v in options if isinstance(v, Tensor) and v.requires_grad)]
+
+    def results(grad: Tensor = contiguous) -> list[Tensor]:
+        y = function(x)
+        return [y.detach(), *torch.autograd.grad(y, inputs, grad), khot.topk_mask(x.detach(), 3)]
+
+    results()  # the first launch puts the extension's functions in place, which `ordinary` takes away
+    with ordinary():
+        want = results()
+    results()
+    assert eager.launching
+    got = {"prepared": results(), "transposed": results(contiguous.mT.contiguous().mT)}
+    with ThreadPoolExecutor(1) as thread:
+        got["thread"] = thread.submit(results).result()
+    if x.is_cuda:
+        with other_stream():
+            got["stream"] = results()
+        graph, got["graph"] = capture(results)
+        graph.replay()
+    for how, found in got.items():
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), how
 
 
 @every_cdf
@@ -211,15 +371,7 @@ def test_cuda_graph(op: Operator) -> None:
             wanted = [a for a in args if a.requires_grad]
             return [y, *torch.autograd.grad(y, wanted, torch.ones_like(y))]
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, captured = capture(step)
         with torch.no_grad():
             args[0].copy_(args[0].flip(-1) * 0.9 + 0.1)
         graph.replay()

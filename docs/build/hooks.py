@@ -6,6 +6,7 @@ committed tables of benchmarks/results, `<!-- results -->` for the reports in do
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import math
@@ -83,12 +84,11 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def benchmarks() -> str:
-    """Every committed table, folded, under the first line of the script that wrote it; after those of the
-    newest processor those of one without AVX-512."""
+    """Every committed table, folded, under the first line of what wrote it; after those of the newest
+    processor those of one without AVX-512."""
     parts = []
     for path in (*sorted(BENCHMARKS.glob("*.md")), *sorted(BENCHMARKS.glob("avx2/*.md"))):
-        script = (ROOT / "benchmarks" / f"{path.stem}.py").read_text(encoding="utf-8")
-        title = script.removeprefix('"""').splitlines()[0].partition(": `")[0].rstrip(".:")
+        title, command = benchmark(path.stem)
         if path.parent != BENCHMARKS:
             title += " (AVX2)"
         text = path.read_text(encoding="utf-8")
@@ -97,12 +97,22 @@ def benchmarks() -> str:
         parts += [
             "<details markdown>",
             f"<summary>{title}</summary>",
-            f"`python -m benchmarks.{path.stem}`",
+            f"`python -m benchmarks.{command}`",
             text,
         ]
         plots = [p.name for p in sorted(path.parent.glob(f"{path.stem}*.png")) if p.name not in text]
         parts += [*(f"![{title}]({name})" for name in plots), "</details>"]
     return re.sub(r"\]\((\w+\.png)\)", r"](benchmarks/\1)", "\n\n".join(parts))
+
+
+def benchmark(name: str) -> tuple[str, str]:
+    """The first line of a benchmark, a script or a function of benchmarks/times.py, and its command."""
+    script = ROOT / "benchmarks" / f"{name}.py"
+    own = script.exists()
+    tree = ast.parse((script if own else script.with_name("times.py")).read_text(encoding="utf-8"))
+    node = tree if own else next(f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == name)
+    title = (ast.get_docstring(node) or "").partition("\n")[0].partition(": `")[0].rstrip(".:")
+    return title, name if own else f"times {name}"
 
 
 def results() -> str:

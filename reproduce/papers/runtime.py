@@ -16,8 +16,8 @@ Departures from the papers:
   float64.
 - The error of the sum is that of float32 throughout. lapsum has float64 where a method allows it.
 - A method is left out at sizes at which it would take more than about 10 GB, or minutes.
-- sigmoid-topk's figure has a second part, on sampling: `python -m benchmarks.simple` draws it. lapsum's
-  Figure 14, on the time and memory of soft permutations, is drawn by `python -m benchmarks.memory`.
+- sigmoid-topk's figure has a second part, on sampling: `python -m benchmarks.times simple` draws it. lapsum's
+  Figure 14, on the time and memory of soft permutations, is drawn by `python -m benchmarks.times memory`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+from benchmarks import times
 
 import khot
 import khot.lightning
@@ -72,6 +73,8 @@ def test_commands_exist(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
     for module in re.findall(r"python -m ((?:benchmarks|khot)[\w.]*)", text):
         assert importlib.util.find_spec(module), module
+    for subject in re.findall(r"benchmarks\.times (\w+)", text):
+        assert subject in times.SUBJECTS, subject
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
