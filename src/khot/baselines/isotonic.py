@@ -63,7 +63,7 @@ def pav_topk(
         >>> khot.baselines.pav_topk(torch.tensor([1.0, 3.0, 2.5, 0.0]), 1)
         tensor([0.0000, 0.7500, 0.2500, 0.0000])
     """
-    if p not in (2, 4 / 3):
+    if isinstance(p, Tensor) or p not in (2, 4 / 3):
         raise ValueError(f"p must be 2 or 4/3, but got {p}")
     return _isotonic_topk(input, k, dim, tau, round(1 / (p - 1)), magnitude, pool)
 
