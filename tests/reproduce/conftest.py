@@ -13,6 +13,7 @@ import pytest
 
 from command import invoke
 from reproduce.harness import study
+from toy import out, toy, whole  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,18 @@ class Smoke:
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Smoke]:
     """``smoke(name)`` is what ``python -m reproduce NAME --smoke`` leaves."""
-    out = tmp_path_factory.mktemp("smoke")
+    folder = tmp_path_factory.mktemp("smoke")
 
     @functools.cache
     def one(name: str) -> Smoke:
         with warnings.catch_warnings():
             # so few steps leave a layer soft, and it says so
             warnings.filterwarnings("ignore", ".* is not used as it was trained", UserWarning)
-            run = invoke(name, "--smoke", "--out", out)
+            run = invoke(name, "--smoke", "--out", folder)
         assert run.exit_code == 0, run.stderr
         experiment = study.find(name)
-        with (out / name / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        with (folder / name / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-        return Smoke(experiment.Args(**experiment.smoke), rows, out / name)
+        return Smoke(experiment.Args(**experiment.smoke), rows, folder / name)
 
     return one

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from reproduce.harness import study
 from reproduce.papers import experts
 from reproduce.papers.experts import LOSSES, METHODS, RULES, K, LanguageModel, letters
 
@@ -66,9 +65,3 @@ def test_smoke_run(smoke) -> None:
         assert 3 < found.last("loss", method=method) < 1.2 * math.log(128)
         assert 0 <= found.last("least", method=method) <= 1
     assert found.last("violation", method="expert choice") == 0
-    assert (found.folder / "experts.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_method_that_is_not_there() -> None:
-    with pytest.raises(study.ArgumentError, match="expected some of nothing"):
-        experts.Args(methods=("soft",))

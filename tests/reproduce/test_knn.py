@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from reproduce.harness import data, study
+from reproduce.harness import data
 from reproduce.papers import knn
 
 
@@ -20,7 +20,6 @@ def test_smoke_run(smoke) -> None:
     assert len([row for row in found.rows if row["by"] == "logistic"]) == found.args.epochs
     # the papers' figures are those of MNIST
     assert re.search(r"\| neighbours in the pixels \| 9[78]\.\d\d \| – \| – \|", found.report)
-    assert (found.folder / "error.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("method", knn.UNTRAINED)
@@ -51,7 +50,7 @@ def test_network_fits_the_images() -> None:
         assert knn.Network(shape)(torch.zeros(3, shape[0] * shape[1])).shape == (3, knn.FEATURES)
 
 
-def test_methods_without_a_network_are_tried_once_and_unknown_methods_refused() -> None:
+def test_methods_without_a_network_are_tried_once() -> None:
     tried = [trial["method"] for trial in knn.trials(knn.Args(seeds=3))]
     assert {method: tried.count(method) for method in knn.METHODS} == {
         "logistic": 3,
@@ -60,8 +59,6 @@ def test_methods_without_a_network_are_tried_once_and_unknown_methods_refused() 
         "pixels": 1,
         "pca": 1,
     }
-    with pytest.raises(study.ArgumentError, match="methods: 'gauss': expected some of logistic, laplace"):
-        knn.trials(knn.Args(methods=("gauss",)))
 
 
 def test_differences_are_called_by_their_noise() -> None:

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import khot
-from reproduce.harness import study
-from reproduce.papers import mixture
 from reproduce.papers.mixture import METHODS, Tokens, router_of
 
 
@@ -58,9 +56,3 @@ def test_smoke_run(smoke) -> None:
     # each expert takes equally many tokens of a row
     assert found.last("violation", method="expert choice") == 0
     assert all(found.last("dropped", method=method) == 0 for method in METHODS if method != "expert choice")
-    assert (found.folder / "mixture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_method_that_is_not_there() -> None:
-    with pytest.raises(study.ArgumentError, match="expected some of token choice"):
-        mixture.Args(methods=("soft",))

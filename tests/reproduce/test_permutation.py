@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduce.harness import data, study
+from reproduce.harness import data
 from reproduce.papers import permutation
 from reproduce.tasks import numbers
 
@@ -18,7 +18,6 @@ def test_smoke_run(smoke) -> None:
     assert found.last("elements", n="3") > 0.6
     assert found.last("tau", n="3") != pytest.approx(permutation.START, abs=0.01)  # it is learned
     assert "| 3, laplace, small |" in found.report
-    assert (found.folder / "order.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_judge_knows_right_from_wrong() -> None:
@@ -84,6 +83,3 @@ def test_methods_and_lengths_are_trials() -> None:
         seeds=2, ns=(3, 5), methods=("laplace", "neuralsort"), networks=("small", "published")
     )
     assert len(permutation.trials(args)) == 16
-    for wrong in ({"methods": ("vanilla",)}, {"networks": ("large",)}, {"precision": "int8"}):
-        with pytest.raises(study.ArgumentError, match="expected some of"):
-            permutation.Args(**wrong)

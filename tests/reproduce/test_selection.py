@@ -11,7 +11,21 @@ import torch
 
 from reproduce.harness import training
 from reproduce.harness.study import ArgumentError, Checkpoint, Row, Trial
-from reproduce.papers import attention, beam_search, feature_selection, learning_k, polynomial, vae
+from reproduce.papers import (
+    attention,
+    balancing,
+    beam_search,
+    experts,
+    feature_selection,
+    knn,
+    learning_k,
+    mixture,
+    permutation,
+    polynomial,
+    pruning,
+    topk_loss,
+    vae,
+)
 from reproduce.tasks import methods
 
 TRIALS: list[tuple[Any, dict[str, Any], Trial]] = [
@@ -124,6 +138,18 @@ def test_tables_have_a_figure_for_every_method() -> None:
 
 
 REFUSED = {
+    "unknown rule": (experts, {"methods": ("soft",)}, "'soft': expected some of nothing"),
+    "unknown router": (mixture, {"methods": ("soft",)}, "'soft': expected some of token choice"),
+    "unknown pruning": (pruning, {"methods": ("p=3",)}, r"'p=3': expected some of annealed, tau=0\.3"),
+    "unknown neighbours": (knn, {"methods": ("gauss",)}, "'gauss': expected some of logistic, laplace"),
+    "unknown loss": (topk_loss, {"methods": ("hinge",)}, "methods: 'hinge'"),
+    "noise above 1": (topk_loss, {"noises": (1.5,)}, "noises"),
+    "no such experts": (balancing, {"experts": "64,x"}, "expected"),
+    "no experts": (balancing, {"ks": "0"}, "expected"),
+    "k of all experts": (balancing, {"experts": "8", "ks": "2,8"}, "expected"),
+    "unknown order": (permutation, {"methods": ("vanilla",)}, "expected some of"),
+    "unknown network": (permutation, {"networks": ("large",)}, "expected some of"),
+    "unknown precision": (permutation, {"precision": "int8"}, "expected some of"),
     "unknown method": (feature_selection, {"methods": ("gumble",)}, "'gumble': expected some of"),
     "unknown attention": (attention, {"methods": ("soft",)}, "'soft': expected some of softmax, topk, hard"),
     "unknown training": (beam_search, {"methods": ("beams",)}, "'beams': expected some of teacher_forcing"),

@@ -22,7 +22,6 @@ def test_smoke_run(smoke) -> None:
     for row in found.rows:
         assert float(row["top-1"]) <= float(row["top-3"]) <= float(row["top-5"]) <= float(row["top-10"])
     assert "| Lap-Top-k, [.5, 0, 0, 0, .5] |" in found.report
-    assert (found.folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("p", [2, 4 / 3])
@@ -103,7 +102,3 @@ def test_numbers_are_digits_side_by_side() -> None:
 def test_learning_rates_and_seeds_are_trials() -> None:
     args = topk_loss.Args(seeds=2, methods=("p=2", "last"), taus=(1.0,), lrs=(0.1, 0.2))
     assert len(topk_loss.trials(args)) == 8
-    with pytest.raises(study.ArgumentError, match="noises"):
-        topk_loss.Args(noises=(1.5,))
-    with pytest.raises(study.ArgumentError, match="methods: 'hinge'"):
-        topk_loss.trials(topk_loss.Args(methods=("hinge",)))
