@@ -482,16 +482,10 @@ def test_permutation_cross_entropy_in_linear_memory() -> None:
 
 def test_permutation_cross_entropy_of_bad_arguments() -> None:
     x, target = scores(2, 3), torch.tensor([[0, 1, 2], [2, 1, 0]])
-    with pytest.raises(TypeError, match=r"^target must be a tensor of dtype torch\.int64, but got torch"):
-        permutation_cross_entropy(x, target.int())
-    with pytest.raises(TypeError, match=r"^target must be a tensor of dtype torch\.int64, but got list"):
-        permutation_cross_entropy(x, [0, 1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^target must have the input's shape"):
         permutation_cross_entropy(x, target[0])
     with pytest.raises(ValueError, match=r"^target must lie in"):
         permutation_cross_entropy(x, target + 1)
-    with pytest.raises(ValueError, match=r"^reduction must be one of 'mean', 'sum', 'none', but got 'max'"):
-        permutation_cross_entropy(x, target, reduction="max")
 
 
 # ------------------------------------------------------------------------------------ both
