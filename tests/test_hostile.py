@@ -584,6 +584,9 @@ ROWS: dict[str, Row] = {
 }
 
 
+OF_OPERATORS = [getattr(khot, op.name) for op in FIRST]
+
+
 def parameters(row: Row) -> Mapping[str, inspect.Parameter]:
     call = row.call.forward if isinstance(row.call, nn.Module) else row.call
     return inspect.signature(call).parameters
@@ -674,7 +677,7 @@ def scalar_cases() -> Iterator[Any]:
     for name, row in ROWS.items():
         for argument in row.good:
             fine = [*row.fine.get(argument, ()), *((None,) if takes_none(row, argument) else ())]
-            if row.call not in (getattr(khot, op.name) for op in FIRST):
+            if row.call not in OF_OPERATORS:
                 fine.append(HUGE)
             values = [
                 value
@@ -697,8 +700,9 @@ def check_each(check: Callable[[Any], None], values: Iterable[Any]) -> None:
 
 
 def ways(row: Row, argument: str) -> list[dict[str, Any]]:
-    """The good arguments; and without a mask, where a call may take a shorter way."""
-    return [row.good, {**row.good, "mask": None}] if "mask" in row.good and argument != "mask" else [row.good]
+    """The good arguments; and without a mask, where an operator may take a shorter way."""
+    shorter = "mask" in row.good and argument != "mask" and row.call in OF_OPERATORS
+    return [row.good, {**row.good, "mask": None}] if shorter else [row.good]
 
 
 def typename(value: Any) -> str:
@@ -719,12 +723,11 @@ def assert_named(error: Exception, argument: str, value: Any, errors: tuple[type
     assert type(error) in errors, repr(error)
     assert re.match(rf"{argument} must ", message), message
     # the value, its type, or what is wrong with a part of it
-    said = [
-        each(v)
-        for v in (value, *(value if isinstance(value, (list, tuple)) else ()))
-        for each in (str, typename)
-    ]
-    said += ["layout", "nested", "but got meta", f"{value.dtype}"] if isinstance(value, Tensor) else []
+    if isinstance(value, Tensor):
+        said = ["Tensor", "but got tensor(", f"{value.dtype}", "layout", "nested", "but got meta"]
+    else:
+        parts = (value, *value) if isinstance(value, (list, tuple)) else (value,)
+        said = [each(part) for part in parts for each in (str, typename)]
     assert any(word in message for word in said) or "but got 1 values" in message, message
     assert "INTERNAL ASSERT" not in message and not re.search(r"/\w+/|\.cpp|\.cc|\.h:", message), message
 
