@@ -212,6 +212,19 @@ def test_device_functions_have_few_parameters() -> None:
     assert many == set(MANY)
 
 
+def test_what_is_not_specialised_is_a_parameter() -> None:
+    """A parameter that a tuple holds is specialised, whatever is said of it."""
+    said = [
+        (name, each.value, {arg.arg for arg in node.args.args})
+        for name, node in device_functions().items()
+        for decorator in node.decorator_list
+        for each in ast.walk(decorator)
+        if isinstance(each, ast.Constant) and isinstance(each.value, str) and name != "around._around"
+    ]
+    assert len(said) > 100
+    assert [(name, parameter) for name, parameter, known in said if parameter not in known] == []
+
+
 def test_no_argument_has_a_field_that_tuples_have() -> None:
     """In a kernel, a named tuple is one of Triton's, whose own attributes hide fields of these names."""
     found = [

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -212,7 +213,10 @@ def test_a_budget_by_value_keeps_its_last_digit(kernels: ModuleType, monkeypatch
     """A device gets numbers in float32, unlike the interpreter. More than all costs is not a budget."""
     launch = kernels.exact.launch
 
-    def narrow(value: object) -> object:
+    def narrow(value: Any) -> Any:
+        if isinstance(value, tuple):
+            inner = map(narrow, value)
+            return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
         return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
     monkeypatch.setattr(kernels.exact, "launch", lambda *given, **more: launch(*map(narrow, given), **more))

@@ -54,7 +54,8 @@ def trials(draws: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     n, out = x.shape[-1], torch.empty_like(x)
     constants = draws.which(n)
     scratch = torch.empty(len(x), constants["BLOCK"] + 128, dtype=F64)
-    draws.launch(draws._conditional_poisson, len(x), x, n, SEED, out, scratch, n, TOLERANCE, **constants)
+    given = draws.layout.rows(x, n), SEED, out, scratch, n, TOLERANCE
+    draws.launch(draws._conditional_poisson, len(x), *given, **constants)
     none = sizes(x)[1] == 0
     return out, torch.cat((scratch[:, :n], scratch[:, n : n + 1].masked_fill(none.unsqueeze(-1), 0)), -1)
 

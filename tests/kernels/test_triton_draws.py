@@ -229,7 +229,8 @@ def test_calibration_gives_the_inclusion_probabilities(
     numbers = torch.full((8 * (n + 1),), math.nan, dtype=torch.float64)
     draws.launch(
         draws._careful, 1,
-        probs, n, SEED, out, drawn, every, numbers, numbers.view(torch.int64), numbers.view(torch.float32),
+        draws.layout.Rows(probs, n), SEED, out, drawn, every, numbers, numbers.view(torch.int64),
+        numbers.view(torch.float32),
         n, LEAST, 1e-6, 1, 1, WIDTH=8, PAIRS=4,
     )  # fmt: skip
     whole = abs(probs.sum() - k) < 1e-6
@@ -250,7 +251,8 @@ def test_calibration_shifts_sums_that_are_not_whole(draws: Any) -> None:
     out, drawn, every = probs.clone(), torch.zeros(2, dtype=torch.bool), torch.ones((), dtype=torch.bool)
     draws.launch(
         draws._careful, 2,
-        probs, 4, SEED, out, drawn, every, numbers, numbers.view(torch.int64), numbers.view(torch.float32),
+        draws.layout.Rows(probs, 4), SEED, out, drawn, every, numbers, numbers.view(torch.int64),
+        numbers.view(torch.float32),
         4, LEAST, 0.1, 2, 2, WIDTH=8, PAIRS=4,
     )  # fmt: skip
     k = probs.sum(-1).round()
@@ -302,7 +304,8 @@ def test_float32_decides_only_what_is_certain(parts: Any, dtype: torch.dtype, d:
     sums = torch.tensor([7.0, d], dtype=torch.float64)
     parts.launch(
         parts._part_keys, 1,
-        p, n, SEED, sums, below, found, columns, out, n, 6144, 1, capacity, LEAST, 1e-6, PARTS=1, PAIRS=1024,
+        parts.layout.Rows(p, n), SEED, sums, below, found, columns, out, n, 6144, 1, capacity, LEAST, 1e-6,
+        PARTS=1, PAIRS=1024,
     )  # fmt: skip
     listed = torch.zeros(n, dtype=torch.bool)
     listed[columns[1 : int(found)].long()] = True

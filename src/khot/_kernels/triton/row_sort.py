@@ -71,14 +71,14 @@ def _sorted(digits, DOUBLES: tl.constexpr, CHUNK: tl.constexpr):
 # and those of a warp are neighbours.
 @triton.jit(do_not_specialize=["x_stride", "n", "parts"])
 def _sort_chunks(
-    x, digits_pointer, n, parts, INDEXED: tl.constexpr, DOUBLES: tl.constexpr, CHUNK: tl.constexpr,
-    HELD: tl.constexpr,
+    x_pointer, x_stride, digits_pointer, n, parts,
+    INDEXED: tl.constexpr, DOUBLES: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
     WIDTH: tl.constexpr = CHUNK // HELD
     column = part * CHUNK + tl.arange(0, HELD)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    held = tl.load(x.pointer + row * x.stride + column, mask=column < n, other=0).to(tl.float32)
-    digits = ~key_of(held)
+    x = tl.load(x_pointer + row * x_stride + column, mask=column < n, other=0).to(tl.float32)
+    digits = ~key_of(x)
     if INDEXED:
         digits = (digits ^ -0x80000000).to(tl.uint32, bitcast=True).to(tl.int64)
         digits = tl.where(column < n, (digits << PLACES) | column | ONE, LAST)
@@ -171,7 +171,7 @@ def sort_rows(x: Tensor, indexed: bool = True) -> tuple[Tensor, Tensor]:
         "INDEXED": indexed, "DOUBLES": indexed and layout.compares_doubles(x.device), "CHUNK": CHUNK,
         "num_warps": 1,
     }  # fmt: skip
-    launch(_sort_chunks, rows * chunks, layout.rows(x, n), digits, n, chunks, HELD=HELD, **which)
+    launch(_sort_chunks, rows * chunks, *layout.rows(x, n), digits, n, chunks, HELD=HELD, **which)
     run, merged = CHUNK, digits.new_empty(digits.shape if n > 2 * CHUNK else 0)
     while 2 * run < n:
         launch(_merge_runs, rows * chunks, digits, merged, None, None, n, run, chunks, PROBES=PROBES, **which)
