@@ -44,8 +44,8 @@ class Launch(NamedTuple):
             of them. A backward launch may read the others, of which those that it reads come first.
         numbers: the parameters that are a number or one for each row.
 
-    ``x`` stands for its pointer, and a number for its pointer, stride and parts, as far as the kernel has them,
-    whether these are parameters or members of a tuple (:func:`names`).
+    ``x`` stands for its pointer, and a number for its pointer, stride and parts, as far as the kernel has
+    them, as parameters or as members of a tuple (:func:`names`).
     """
 
     inputs: tuple[str, ...]
