@@ -273,7 +273,6 @@ constexpr int64_t scratch_size(int64_t n) { return 20 * n + 512; }
 // What khot._eager takes from khot._C.
 struct Served {
   const Kernels& kernels;
-  const SamplingKernels& sampling;
   // The soft top-k of so many rows, which are shared among torch's threads, and its gradients.
   void (*soft_topk)(const Spec& spec, const ForwardRows& rows, int64_t count);
   void (*soft_topk_backward)(const Spec& spec, const BackwardRows& rows, int64_t count);
