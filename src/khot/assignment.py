@@ -270,7 +270,7 @@ def _fitting(bounds: list[Tensor], value: Any, x: Tensor, row: rows.Row = rows.H
     of +inf, meets it."""
     if not any(_rounded(each) for each in _values(value)):
         return bounds  # nothing has to be counted
-    fewest, entries = (row.count(widen(n.sum(-1))) for n in (x == math.inf, x != -math.inf))
+    fewest, entries = _ends(x, row)
     slack = _slack(*_values(value))
 
     def fit(bound: Tensor) -> Tensor:
@@ -278,6 +278,13 @@ def _fitting(bounds: list[Tensor], value: Any, x: Tensor, row: rows.Row = rows.H
         return torch.where((bound < fewest) & (bound >= fewest * (1 - slack)), fewest, bound)
 
     return [fit(widen(bound)) for bound in bounds]
+
+
+def _ends(x: Tensor, row: rows.Row) -> tuple[Tensor, Tensor]:
+    """How many entries of rows x are +inf, and how many may be selected, in all processes."""
+    counts = torch.stack([(x == math.inf).sum(-1), (x != -math.inf).sum(-1)])
+    fewest, entries = row.count(widen(counts))
+    return fewest, entries
 
 
 def _rounded(value: Any) -> bool:
@@ -321,5 +328,5 @@ def _balanced(k: Tensor, capacity: Tensor, x: Tensor, at_most: bool, slack: floa
     if not half:  # the solver takes up what is left
         return capacity
     off = ~far & ((short > 0) if at_most else (short != 0))
-    fewest, entries = (row.count(n.sum(-2).to(need)) for n in (x == math.inf, x != -math.inf))
+    fewest, entries = _ends(x.mT, row)
     return filled(widen(capacity), fewest, entries, torch.where(off, short, 0).unsqueeze(-1))

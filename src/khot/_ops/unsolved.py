@@ -37,9 +37,8 @@ def explain(c: Tensor, x: Tensor, sides: Sides, tau: Tensor, slack: float, row: 
     *batch, m, width = x.shape
 
     def each(value: Tensor, *own: int) -> Tensor:
-        return (
-            in_float64(value).expand(*batch, *own).reshape(math.prod(batch), *own)
-        )  # a shard may have no rows
+        # the number of matrices, which cannot be left to reshape: a shard may have no rows
+        return in_float64(value).expand(*batch, *own).reshape(math.prod(batch), *own)
 
     x, (least_k, most_k, least, most, total) = each(x, m, width), sides
     least_k, most_k, least, most = each(least_k, m), each(most_k, m), each(least, width), each(most, width)
