@@ -265,10 +265,10 @@ class QuantileBalancer(Biased):
             (total,) = _totals([self], group)
             shares = _shares(total[:-1].sum(0), total[-1], self.k)
             load = total[: self.bins // 2].sum(0)
-            over = (load - shares).amax().item()
+            over, share = torch.stack([(load - shares).amax(), shares.amax()]).tolist()
             if over < least:
                 best, least = self.bias.clone(), over
-            if least <= max(1, SOLVED * shares.amax().item()):
+            if least <= max(1, SOLVED * share):
                 break
             last, side = side, (shares - load).sign()
             # without this, experts that outbid each other by little would go on for hundreds of updates
