@@ -14,7 +14,7 @@ struct Record {
 struct Record record;
 struct Parameters {
     int count, sizes[64];
-} parameters_of[512];  // by the kernels' handles
+} parameters_of[2048];  // by the kernels' handles
 int starts;
 int (*run)(void);  // if there is one, it does what the kernel would do, and says whether that went well
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import triton
 from benchmarks import host
@@ -21,7 +22,7 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import around, exact_sums, functions, native
+from khot._kernels.triton import around, exact_sums, functions, native, plans
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
@@ -90,7 +91,7 @@ class Driver(host._Driver):
                 handle = len(compiled)
                 kept = [SIZES.get(kind, 8) for kind in made[0].kept.values()]
                 kept += [8] * native.SCRATCH[version()]
-                own = (Parameters * 512).in_dll(library(), "parameters_of")[handle]
+                own = (Parameters * 2048).in_dll(library(), "parameters_of")[handle]
                 own.count, own.sizes[: len(kept)] = len(kept), kept
                 return 1, handle, 64, 0, 1024
 
@@ -123,13 +124,32 @@ class NotCompiled(CompiledKernel):  # type: ignore[misc]
         self.kernel, self.metadata_group = b"", {}
 
 
+#: Members of tuples that are known by what holds them; all others are pointers that have a name of their own.
+OF_HOLDER = ("pointer", "stride", "row", "column", "high", "low", "rest")
+
+
+def names(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """What the members of a kernel's arguments are called: ``x_pointer`` of an ``x`` with a ``pointer``, and
+    ``out_pointer`` of results that have an ``out``."""
+
+    def of(name: str, value: Any) -> Iterator[str]:
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", ("high", "low"))  # a plain pair is a number in two parts
+            for field, each in zip(fields, value, strict=True):
+                yield from of(f"{name}_{field}" if field in OF_HOLDER else f"{field}_pointer", each)
+        else:
+            yield name
+
+    return tuple(one for pair in zip(kernel.arg_names, arguments, strict=False) for one in of(*pair))
+
+
 class Source:
     """The types of a kernel's parameters, without those that it is compiled for, and these."""
 
     def __init__(self, source: Any) -> None:
         self.name = source.fn.__name__
         kinds = tuple(source.signature.values())
-        called = native.names(source.fn, kinds)
+        called = names(source.fn, kinds)
         passed = zip(called, native.members(kinds), strict=True)
         self.kept = {name: kind for name, kind in passed if kind != "constexpr"}
         self.constants = {called[_number_of(kinds, at)]: value for at, value in source.constants.items()}
@@ -177,9 +197,11 @@ def address(function: str) -> int:
     return found
 
 
-def use(device: str = "cpu") -> None:
+def use(plan: Callable[..., plans.Plan | None] = plans.plan) -> None:
     """Let the extension start kernels by the recording driver."""
-    native.use(address("cuLaunchKernel"), native.SCRATCH[version()], device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(native.ASKED, "plan", plan)
+        native.use(address("cuLaunchKernel"), native.SCRATCH[version()], "cpu")
 
 
 # ------------------------------------------------------------------------------------ in place of kernels

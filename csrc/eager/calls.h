@@ -31,12 +31,10 @@ KHOT_CALL(selectable);
 KHOT_CALL(soft_topk_of_selectable);
 KHOT_CALL(sample_khot);
 KHOT_CALL(gated);
-KHOT_CALL(missed);
 // launches.cpp
 KHOT_CALL(use_driver);
 KHOT_CALL(remember);
 KHOT_CALL(start);
-KHOT_CALL(prepare);
 KHOT_CALL(forget);
 
 namespace gpu {

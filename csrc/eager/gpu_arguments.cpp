@@ -120,8 +120,7 @@ Tensor for_launch(const Tensor& given, at::IntArrayRef batch) {
 
 bool read(Operator which, PyObject* const* args, Call& call) {
   const char* const roles = kOperators[which].roles;
-  is_missed() = false;
-  // Checkpoints count what a call saves, and the ordinary way, which a first call goes, saves more.
+  // What the gradient reads besides the arguments would be kept from these hooks.
   if (at::GradMode::is_enabled() && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return false;
   int64_t axis = -1;
   const Tensor* const given = rows_along(args[0], args[std::strchr(roles, 'd') - roles], axis);
@@ -150,6 +149,7 @@ bool read(Operator which, PyObject* const* args, Call& call) {
       case '*': {
         const auto fact = roles[i] == 'c' ? cdf_fact(value) : fact_of(value);
         if (!fact) return false;
+        call.choices[choice] = value;
         call.signature.choice(choice++) = *fact;
         if (roles[i] == 'o') call.ascending = value == Py_False;
         break;

@@ -10,47 +10,28 @@
 #include <vector>
 
 namespace khot::gpu {
-namespace {
 
-// Add one of the launches, whose results lie at these addresses.
-bool add(const Step& step, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
-         c10::ArrayRef<void*> results, Launches& launches) {
-  uint64_t* const values = launches.add(*step.kernel, step.programs, step.parameters);
-  bool aligned = values != nullptr;
-  const auto put_address = [&](int place, const void* address) {
-    aligned = aligned && (reinterpret_cast<uintptr_t>(address) & kAligned) == 0;
-    if (aligned && place != Parameters::kNot) std::memcpy(&values[place], &address, sizeof address);
-  };
-  for (size_t i = 0; i < inputs.size(); ++i) put_address(step.inputs[i], inputs[i]);
-  for (size_t i = 0; i < results.size(); ++i) put_address(step.results[i], results[i]);
-  for (size_t i = 0; aligned && i < numbers.size(); ++i) {
-    const Numbered& given = step.numbers[i];
-    if (!given.by_value) {
-      put_address(given.places[0], numbers[i]->tensor.const_data_ptr());
-      continue;
-    }
-    // as khot/_kernels/triton/layout.py does
-    double rest = numbers[i]->value;
-    for (const int place : given.places) {
-      const float part = static_cast<float>(rest);
-      if (place != Parameters::kNot) std::memcpy(&values[place], &part, sizeof part);
+bool add(const Prepared& prepared, Slots slots, const Numbers& numbers, Launches& launches) {
+  std::array<std::array<float, 3>, kMostNumbers> parts;
+  for (int i = 0; i < kMostNumbers; ++i) {
+    if (numbers[i].tensor.defined()) slots[kNumber + i] = numbers[i].tensor.const_data_ptr();
+    double rest = numbers[i].value;
+    for (float& part : parts[i]) {  // as khot/_kernels/triton/layout.py does
+      part = static_cast<float>(rest);
       rest -= part;
     }
   }
-  return aligned;
-}
-
-}  // namespace
-
-bool add(const Prepared& prepared, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
-         const Results& results, Launches& launches) {
-  c10::SmallVector<void*, 6> addresses{results.first};
-  for (size_t i = 0; i < prepared.begins.size(); ++i) {
-    void* const begin = i < prepared.kept ? results.kept : results.scratch;
-    addresses.push_back(static_cast<char*>(begin) + prepared.begins[i]);
-  }
   for (const Step& step : prepared.steps) {
-    if (!add(step, inputs, numbers, addresses, launches)) return false;
+    uint64_t* const values = launches.add(*step.kernel, step.programs, step.parameters);
+    if (values == nullptr) return false;
+    for (const Address& one : step.addresses) {
+      const void* const address = static_cast<const char*>(slots[one.slot]) + one.offset;
+      if ((reinterpret_cast<uintptr_t>(address) & kAligned) != 0) return false;
+      std::memcpy(&values[one.place], &address, sizeof address);
+    }
+    for (const Part& one : step.parts) {
+      std::memcpy(&values[one.place], &parts[one.number][one.part], sizeof(float));
+    }
   }
   return true;
 }
@@ -67,6 +48,12 @@ bool is_recorded(const Call& call) {
   return wanted;
 }
 
+Slots slots_of(const Addresses& rows) {
+  Slots slots{};
+  for (size_t i = 0; i < rows.size(); ++i) slots[kInput + i] = rows[i];
+  return slots;
+}
+
 // The result of a call whose launches are prepared, which are added; undefined if they cannot be. With a draw
 // it is a sample from what the launch results in, with the gradient of that. The rows that the launch reads
 // may have been made already.
@@ -75,8 +62,7 @@ Tensor solved(const Call& call, const Prepared& prepared, Launches& launches, co
   const c10::Device device = launches.device();
   const at::IntArrayRef sizes = call.shape.sizes, own = prepared.whole ? sizes : call.shape.batch();
   const bool recorded = is_recorded(call), changed = draw != nullptr || is_changed_after(call);
-  const bool again =
-      recorded && (prepared.keeps_result || (call.which() == kSoftSort && call.mask.defined()));
+  const bool again = recorded && (prepared.reads_first || (call.which() == kSoftSort && call.mask.defined()));
   const bool lasts = again || !changed;
   const int64_t kept_bytes = recorded ? 0 : prepared.kept_bytes;
   const int64_t first_bytes =
@@ -91,19 +77,18 @@ Tensor solved(const Call& call, const Prepared& prepared, Launches& launches, co
   Tensor first, kept;
   if (lasts) first = empty(own, device, prepared.dtype);
   if (recorded && prepared.kept_bytes > 0) kept = empty({prepared.kept_bytes / 8}, device, at::kDouble);
-  const Results results{lasts ? first.mutable_data_ptr() : launches.take(first_bytes),
-                        kept.defined() ? kept.mutable_data_ptr() : launches.take(kept_bytes),
-                        launches.take(prepared.scratch_bytes)};
-  c10::SmallVector<const Number*, kMostNumbers> numbers;
-  for (size_t i = 0; i < prepared.steps[0].numbers.size(); ++i) numbers.push_back(&call.numbers[i]);
-  if (!add(prepared, *rows, numbers, results, launches)) return Tensor();
+  Slots slots = slots_of(*rows);
+  slots[kResult] = lasts ? first.mutable_data_ptr() : launches.take(first_bytes);
+  slots[kKept] = kept.defined() ? kept.mutable_data_ptr() : launches.take(kept_bytes);
+  slots[kScratch] = launches.take(prepared.scratch_bytes);
+  if (!add(prepared, slots, call.numbers, launches)) return Tensor();
   Tensor y = first;
   if (draw != nullptr) {
-    y = draw->sample(results.first, sizes, device, launches);
+    y = draw->sample(slots[kResult], sizes, device, launches);
     if (!y.defined()) return Tensor();
   } else if (changed) {
     y = empty(own, device, prepared.dtype);
-    if (!after(call, launches, *rows, results.first, y)) return Tensor();
+    if (!after(call, launches, *rows, slots[kResult], y)) return Tensor();
   }
   if (prepared.whole && (draw == nullptr || draw->rows == nullptr)) call.shape.put_back(y);
   const bool multiplied = draw != nullptr && draw->multiplies;
@@ -121,7 +106,7 @@ struct Sampled {
   bool read(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows = nullptr) {
     if (driver().launch == nullptr || !gpu::read(kSoftTopk, asked, call)) return false;
     if (is_narrow()) call.signature.dtype() = static_cast<int64_t>(at::kFloat);
-    prepared = find_or_miss(call.signature);
+    prepared = find(call.signature, call.choices);
     return prepared != nullptr && draw.find(call.signature, generator, least, rows);
   }
   bool is_narrow() const { return call.inputs[0].element_size() < 4; }
@@ -171,7 +156,7 @@ PyObject* call(Operator which, PyObject* const* args) {
   if (driver().launch == nullptr) return nullptr;
   Call given;
   if (!read(which, args, given)) return nullptr;
-  const auto prepared = find_or_miss(given.signature);
+  const auto prepared = find(given.signature, given.choices);
   if (prepared == nullptr) return nullptr;
   const c10::DeviceGuard current(given.inputs[0].device());
   Launches launches(given.inputs[0].device());
@@ -185,28 +170,27 @@ bool topk(PyObject* const* args, Tensor& values, Tensor& indices) {
   if (driver().launch == nullptr) return false;
   Call given;
   if (!read(kTopk, args, given) || given.shape.axis != -1) return false;
-  const auto prepared = find_or_miss(given.signature);
+  const auto prepared = find(given.signature, given.choices);
   if (prepared == nullptr) return false;
   RECORD_FUNCTION("khot::topk", std::vector<c10::IValue>());
   const c10::Device device = given.inputs[0].device();
   const c10::DeviceGuard current(device);
   Launches launches(device);
-  launches.reserve(bytes_before(given));
+  launches.reserve(bytes_before(given) + prepared->scratch_bytes);
   Addresses rows;
   if (!before(given, launches, rows)) return false;
   at::DimVector sizes = given.shape.sizes;
   sizes.back() = PyLong_AsLong(args[1]);
   values = empty(sizes, device, prepared->dtype), indices = empty(sizes, device, at::kLong);
-  const Results results{values.mutable_data_ptr(), nullptr, indices.mutable_data_ptr()};
-  return add(*prepared, rows, {}, results, launches) && launches.start();
+  Slots slots = slots_of(rows);
+  slots[kResult] = values.mutable_data_ptr(), slots[kKept] = indices.mutable_data_ptr();
+  slots[kScratch] = launches.take(prepared->scratch_bytes);
+  return add(*prepared, slots, given.numbers, launches) && launches.start();
 }
 
 }  // namespace khot::gpu
 
 namespace khot {
-
-// missed(): whether the last call that was asked for is plain, but has no prepared launch.
-PyObject* missed(PyObject*, PyObject* const*, Py_ssize_t) { return PyBool_FromLong(gpu::is_missed()); }
 
 // soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
 KHOT_CALL(soft_rank) {
@@ -257,7 +241,8 @@ KHOT_CALL(soft_topk_of_selectable) {
   if (!read(kSelectable, asked, counting)) Py_RETURN_NONE;
   const Tensor& x = given.inputs[0];
   given.signature.number(0) = number_fact(at::kDouble, x.numel() == given.shape.n);
-  const auto prepared = find_or_miss(given.signature), counts = find_or_miss(counting.signature);
+  const auto prepared = find(given.signature, given.choices);
+  const auto counts = find(counting.signature, counting.choices);
   if (prepared == nullptr || counts == nullptr) Py_RETURN_NONE;
   const c10::DeviceGuard current(x.device());
   Launches launches(x.device());

@@ -1,8 +1,8 @@
 // Plain calls on a GPU: from Python's arguments (gpu_arguments.cpp) to a prepared launch (gpu_calls.cpp), and
 // the node of its gradient (gpu_gradient.cpp), with what goes around the launch (gpu_around.cpp).
 //
-// One body serves all operators. What their arguments mean, and what their launches are given, is in tables:
-// `kOperators` in prepared.h and `LAUNCHES` in khot/_kernels/triton/native.py.
+// One body serves all operators. What their arguments mean, and what their kernels are called with, is in
+// tables: `kOperators` in prepared.h and `PLANNED` in khot/_kernels/triton/plans.py.
 #pragma once
 
 #include <ATen/DimVector.h>
@@ -46,6 +46,7 @@ struct Shape {
 // The arguments of a call, as they were given.
 struct Call {
   Signature signature;
+  Choices choices{};
   Shape shape;
   Tensors inputs;  // what has the rows, and a cost
   Numbers numbers;
@@ -53,20 +54,6 @@ struct Call {
   bool negated = false, ascending = false;
   Operator which() const { return static_cast<Operator>(signature.facts[0]); }
 };
-
-// Whether the last call that was asked for is plain, but has no prepared launch: the ordinary way is to
-// prepare one.
-inline bool& is_missed() {
-  static bool last = false;
-  return last;
-}
-
-// The prepared launches; null, and the call is missed, if there are none.
-inline std::shared_ptr<const Prepared> find_or_miss(const Signature& signature) {
-  auto found = find(signature);
-  is_missed() = found == nullptr;
-  return found;
-}
 
 // A given number, which broadcasts with a batch, as a launch reads it.
 Tensor for_launch(const Tensor& given, at::IntArrayRef batch);
@@ -92,14 +79,9 @@ struct Draw {
   Tensor sample(const void* probs, at::IntArrayRef sizes, c10::Device device, Launches& launches) const;
 };
 
-// Where a prepared launch writes its results: the first, those that are read again, and the others.
-struct Results {
-  void *first, *kept, *scratch;
-};
-
-// Add a prepared launch with these addresses and numbers; false if it cannot be.
-bool add(const Prepared& prepared, c10::ArrayRef<const void*> inputs, c10::ArrayRef<const Number*> numbers,
-         const Results& results, Launches& launches);
+// Add the launches of a call with these addresses, to which those of the numbers are added; false if they
+// cannot be.
+bool add(const Prepared& prepared, Slots slots, const Numbers& numbers, Launches& launches);
 
 // Let the result have the gradient of the call, of which a launch has written these; the first of them is the
 // result, or undefined if it is not read again. The result may be multiplied by a constant.

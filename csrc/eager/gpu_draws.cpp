@@ -34,8 +34,11 @@ bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* leas
   if (!formula) return false;
   signature.choice(0) = *formula;
   const auto dtype = static_cast<at::ScalarType>(signature.dtype());
-  signature.choice(1) = fact_of(static_cast<double>(signature.facts[4]) * epsilon(dtype));
-  prepared = find_or_miss(signature);
+  const double tolerance = static_cast<double>(signature.facts[4]) * epsilon(dtype);
+  signature.choice(1) = fact_of(tolerance);
+  const pybind11::float_ other(tolerance);
+  const Choices choices{least, other.ptr()};
+  prepared = gpu::find(signature, choices);
   if (given_generator == Py_None) return prepared != nullptr;
   if (!THPGenerator_Check(given_generator)) return false;
   generator = THPGenerator_Unwrap(given_generator);
@@ -59,9 +62,11 @@ Tensor Draw::sample(const void* probs, at::IntArrayRef sizes, c10::Device device
   }
   Tensor made = empty(sizes, device, prepared->dtype), seed = launches.take_integer();
   void* const first = multiplies ? launches.take(rows->nbytes()) : made.mutable_data_ptr();
-  const Results results{first, launches.take(prepared->kept_bytes), launches.take(prepared->scratch_bytes)};
-  const void* const inputs[] = {probs, seed.const_data_ptr()};
-  if (!add(*prepared, inputs, {}, results, launches)) return Tensor();
+  Slots slots{};
+  slots[kInput] = probs, slots[kSecond] = seed.const_data_ptr();
+  slots[kResult] = first, slots[kKept] = launches.take(prepared->kept_bytes);
+  slots[kScratch] = launches.take(prepared->scratch_bytes);
+  if (!add(*prepared, slots, {}, launches)) return Tensor();
   if (multiplies && !product(*rows, first, made, launches)) return Tensor();
   draw_seed(seed, generator);
   return made;
@@ -76,7 +81,6 @@ KHOT_CALL(pareto) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "khot: pareto takes 4 arguments");
   using namespace gpu;
-  is_missed() = false;
   if (driver().launch == nullptr) Py_RETURN_NONE;
   const Tensor* const probs = rows_in(args[0], args[1]);
   if (probs == nullptr || !is_there(*probs) || !probs->is_contiguous()) Py_RETURN_NONE;

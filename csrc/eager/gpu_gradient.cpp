@@ -28,61 +28,40 @@ struct Saved {
   std::vector<int64_t> wanted;  // whether a gradient of the rows, and of each number, is
 };
 
-// The gradients of the rows and the numbers by a prepared launch; empty if there is none.
+// The gradients of the rows and the numbers by prepared launches; empty if there are none.
 variable_list pulled(const Saved& saved, const Tensor& grad) {
   const Call& call = saved.call;
   const Tensor& x = call.inputs[0];
-  const auto forward = find_or_miss(call.signature);
-  if (forward == nullptr) return {};
-  Signature signature = call.signature;
-  signature.facts[0] = backward_of(signature.facts[0]);
-  c10::SmallVector<const Number*, kMostNumbers> numbers;
-  for (int i = 0; i < kMostNumbers; ++i) signature.number(i) = 0;
-  for (const int i : forward->passed_on) {
-    signature.number(static_cast<int>(numbers.size())) = const_cast<Call&>(call).signature.number(i);
-    numbers.push_back(&call.numbers[i]);
-  }
-  const auto lacks = [&](const Prepared& launch) {
-    for (int i = 0; i < kMostNumbers; ++i) {
-      if (saved.wanted[1 + i] && launch.pulls[i] < 0) return true;
-    }
-    return false;
-  };
-  auto prepared = find(signature);
-  if (prepared == nullptr || lacks(*prepared)) {  // some have another kernel for these gradients
-    signature.asked() = 1;
-    prepared = find(signature);
-    is_missed() = prepared == nullptr || lacks(*prepared);
-    if (is_missed()) return {};
+  const bool asked = saved.wanted[1] != 0 || saved.wanted[2] != 0;
+  const auto prepared = find_backward(call.signature, asked);
+  if (prepared == nullptr) return {};
+  for (size_t i = 0; i < kMostNumbers; ++i) {
+    if (saved.wanted[1 + i] && (i >= prepared->pulls.size() || prepared->pulls[i] < 0)) return {};
   }
   const c10::DeviceGuard current(x.device());
   Launches launches(x.device());
-  const bool asked =
-      saved.wanted[1] != 0 || saved.wanted[2] != 0;  // gradients of numbers, which lie in scratch
   launches.reserve(bytes_before(call) + bytes_before_gradient(call, grad) +
                    (asked ? 0 : prepared->scratch_bytes));
   Addresses rows;
   if (!before(call, launches, rows)) return {};
-  c10::SmallVector<const void*, 8> known{before_gradient(call, launches, saved.result, grad)}, inputs;
-  if (known[0] == nullptr) return {};
-  known.append(rows.begin(), rows.end());
-  known.push_back(saved.result.defined() ? saved.result.const_data_ptr() : nullptr);
-  for (size_t i = 0; i < forward->kept; ++i) {
-    known.push_back(static_cast<const char*>(saved.kept.const_data_ptr()) + forward->begins[i]);
-  }
-  for (const int source : prepared->sources) inputs.push_back(known[source]);
   Tensor first = empty(call.shape.sizes, x.device(), prepared->dtype), scratch;
   if (asked) scratch = empty({prepared->scratch_bytes / 8}, x.device(), at::kDouble);
-  const Results results{first.mutable_data_ptr(), nullptr,
-                        asked ? scratch.mutable_data_ptr() : launches.take(prepared->scratch_bytes)};
-  if (!add(*prepared, inputs, numbers, results, launches)) return {};
+  Slots slots{};
+  for (size_t i = 0; i < rows.size(); ++i) slots[kInput + i] = rows[i];
+  slots[kGrad] = before_gradient(call, launches, saved.result, grad);
+  if (slots[kGrad] == nullptr) return {};
+  if (saved.result.defined()) slots[kFirst] = saved.result.const_data_ptr();
+  if (saved.kept.defined()) slots[kKept] = saved.kept.const_data_ptr();
+  slots[kResult] = first.mutable_data_ptr();
+  slots[kScratch] = asked ? scratch.mutable_data_ptr() : launches.take(prepared->scratch_bytes);
+  if (!add(*prepared, slots, call.numbers, launches)) return {};
   if (!after_gradient(call, launches, first) || !launches.start()) return {};
   variable_list grads(1 + kMostNumbers);
   grads[0] = std::move(first);
   for (int i = 0; i < kMostNumbers; ++i) {
     if (!saved.wanted[1 + i]) continue;
-    const int64_t begin = prepared->begins[prepared->pulls[i] - 1] / 8, count = x.numel() / call.shape.n;
-    const Tensor &given = call.numbers[i].given, of_rows = scratch.narrow(0, begin, count);
+    const Tensor of_rows = scratch.narrow(0, prepared->pulls[i] / 8, x.numel() / call.shape.n);
+    const Tensor& given = call.numbers[i].given;
     grads[1 + i] = at::sum_to(of_rows.view(call.shape.batch()), given.sizes()).to(given.scalar_type());
   }
   return grads;
@@ -118,7 +97,7 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
         given.append(one.value);
       }
     } else if (*role == 'c' || *role == 'o' || *role == '*') {
-      given.append(choices().at(const_cast<Call&>(call).signature.choice(choice++)));
+      given.append(choices().at(call.signature.choice(choice++)));
     } else if (*role == 'd') {
       given.append(call.shape.axis);
     } else if (*role == 'l') {
@@ -153,12 +132,7 @@ variable_list gradient(const Saved& saved, const Tensor& given) {
   RECORD_FUNCTION(std::string("khot::") + kOperators[saved.call.which()].name + "_backward",
                   std::vector<c10::IValue>());
   variable_list grads = pulled(saved, grad);
-  if (!grads.empty()) return grads;
-  // as the launch reads it, which the ordinary way prepares
-  const int64_t axis = saved.call.shape.axis;
-  Tensor dense = grad.movedim(axis, -1).contiguous();
-  if ((reinterpret_cast<uintptr_t>(dense.const_data_ptr()) & kAligned) != 0) dense = dense.clone();
-  return pulled_again(saved, dense.movedim(-1, axis));
+  return grads.empty() ? pulled_again(saved, grad) : grads;
 }
 
 // In the place of torch::autograd::Function, whose contexts and lists take as long as the launch.

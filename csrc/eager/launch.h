@@ -45,6 +45,7 @@ struct Driver {
   PyObject* hooks = nullptr;   // where Triton keeps the hooks that it tells of launches
   PyObject* again = nullptr;   // see `pulled_again` in gpu_gradient.cpp
   PyObject* around = nullptr;  // has the kernel of gpu_around.cpp compiled
+  PyObject* plan = nullptr;    // says what calls of a kind launch (khot/_kernels/triton/plans.py)
   int unused = 0;  // pointers that Triton passes after the kernel's parameters, null for our kernels
   c10::DeviceType device = c10::DeviceType::CUDA;
   c10::DispatchKeySet keys;  // of plain tensors there

@@ -16,10 +16,11 @@
 
 namespace khot {
 
-// use_driver(launch, stream, hooks, unused, device, again, around): what starts kernels; see `gpu::Driver`.
+// use_driver(launch, stream, hooks, unused, device, again, around, plan): what starts kernels; see
+// `gpu::Driver`.
 KHOT_CALL(use_driver) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 7, "khot: use_driver takes 7 arguments");
+  TORCH_CHECK_TYPE(count == 8, "khot: use_driver takes 8 arguments");
   using c10::DispatchKey;
   gpu::Driver next;
   next.launch = reinterpret_cast<gpu::Launch>(PyLong_AsVoidPtr(args[0]));
@@ -38,11 +39,13 @@ KHOT_CALL(use_driver) {
   next.hooks = Py_NewRef(args[2]);
   next.again = Py_NewRef(args[5]);
   next.around = Py_NewRef(args[6]);
+  next.plan = Py_NewRef(args[7]);
   std::swap(gpu::driver(), next);
   Py_XDECREF(next.stream);
   Py_XDECREF(next.hooks);
   Py_XDECREF(next.again);
   Py_XDECREF(next.around);
+  Py_XDECREF(next.plan);
   gpu::forget();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -111,153 +114,128 @@ KHOT_CALL(start) {
 
 namespace gpu {
 
+namespace {
+
+constexpr size_t kMostKnown = 4096;  // then all are forgotten
+
+// What is known of the calls of a kind, of which there was one: whether there was a plan, and what it made.
+struct Known {
+  std::shared_ptr<const Prepared> prepared;
+  bool is_planned = false;
+};
+
+std::unordered_map<Signature, Known, Hash>& known() {
+  static std::unordered_map<Signature, Known, Hash> all;
+  return all;
+}
+
+// A launch of a plan, (table, programs, arguments, addresses, parts); nothing if it cannot be made again.
+std::optional<Step> step_of(pybind11::handle launch) {
+  using Found = std::tuple<int64_t, int64_t, pybind11::tuple, std::vector<std::array<int64_t, 3>>,
+                           std::vector<std::array<int, 3>>>;
+  const auto [table, programs, given, addresses, parts] = launch.cast<Found>();
+  Arguments arguments;
+  const auto kernels = tables().find(table);
+  if (kernels == tables().end() || !arguments.read(given.ptr())) return std::nullopt;
+  const auto found = kernels->second.find(arguments.key());
+  if (found == kernels->second.end()) return std::nullopt;  // it is left to Triton
+  Step step{found->second, programs, Parameters(*found->second, arguments.given.data()), {}, {}};
+  for (const auto& [at, slot, offset] : addresses) {
+    if (!arguments.given[at].aligned() || (offset & static_cast<int64_t>(kAligned)) != 0) return std::nullopt;
+    const int place = step.parameters.places[at];
+    if (place != Parameters::kNot) step.addresses.push_back({place, static_cast<Slot>(slot), offset});
+  }
+  for (const auto& [at, number, part] : parts) {
+    const int place = step.parameters.places[at];
+    if (place != Parameters::kNot) step.parts.push_back({place, number, part});
+  }
+  return step;
+}
+
+// What the plan of khot/_kernels/triton/plans.py makes; null if there is none.
+std::shared_ptr<const Prepared> prepared_by(pybind11::handle plan) {
+  if (plan.is_none()) return nullptr;
+  using Found =
+      std::tuple<pybind11::tuple, at::ScalarType, bool, int64_t, int64_t, std::vector<int64_t>, bool>;
+  const auto [launches, dtype, whole, kept, scratch, pulls, reads_first] = plan.cast<Found>();
+  Prepared made{{}, dtype, whole, kept, scratch, pulls, reads_first};
+  for (const pybind11::handle launch : launches) {
+    auto step = step_of(launch);
+    if (!step) return nullptr;
+    made.steps.push_back(std::move(*step));
+  }
+  return std::make_shared<const Prepared>(std::move(made));
+}
+
+// How a number or a cost is given, from its fact: its dtype, and a flag; or None.
+pybind11::object given_as(int64_t fact) {
+  if (fact == 0) return pybind11::none();
+  return pybind11::make_tuple(static_cast<at::ScalarType>(fact >> 2), (fact & 1) != 0);
+}
+
+// What Python plans for calls with this signature.
+pybind11::object plan_of(const Signature& signature, const pybind11::tuple& chosen) {
+  const bool backward = signature.facts[0] < 0;
+  const int64_t which = backward ? backward_of(signature.facts[0]) : signature.facts[0];
+  const Described& described = kOperators[which];
+  pybind11::list numbers;
+  for (const char* role = described.roles; *role != 0; ++role) {
+    if (std::strchr("kit", *role) == nullptr) continue;
+    numbers.append(given_as(signature.number(static_cast<int>(numbers.size()))));
+  }
+  const c10::Device device(driver().device, static_cast<c10::DeviceIndex>(signature.facts[1]));
+  return pybind11::reinterpret_borrow<pybind11::object>(driver().plan)(
+      described.name, backward, device, static_cast<at::ScalarType>(signature.dtype()), signature.rows(),
+      signature.facts[4], chosen, pybind11::tuple(numbers), given_as(signature.cost()),
+      signature.asked() != 0);
+}
+
+// The launches that Python plans, which are known from here on; null if there is no plan.
+std::shared_ptr<const Prepared> planned(const Signature& signature, const pybind11::list& chosen) {
+  Known found{nullptr, true};
+  try {
+    found.prepared = prepared_by(plan_of(signature, pybind11::tuple(chosen)));
+  } catch (pybind11::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    return nullptr;  // the ordinary way has the error, if it is one there, too
+  }
+  known()[signature] = found;
+  return found.prepared;
+}
+
+}  // namespace
+
 void forget() {
   tables().clear();
-  prepared().clear();
+  known().clear();
   arounds().clear();
 }
 
-namespace {
-
-using Places = std::vector<int>;
-
-// A launch that was made, and places among its arguments, or -1: of the inputs; of the results; of each
-// number its pointer, its stride, and its parts by value; and of a cost its pointer and its strides, or
-// nothing.
-struct Made {
-  Arguments arguments;
-  std::shared_ptr<const Compiled> kernel;
-  int64_t programs = 0;
-  Places inputs, results, cost;
-  std::vector<Places> numbers;
-
-  const Argument& at(int place) const {
-    TORCH_CHECK_INDEX(place >= 0 && place < arguments.count, "khot: there is no argument ", place);
-    return arguments.given[place];
+std::shared_ptr<const Prepared> find(const Signature& signature, const Choices& chosen) {
+  const auto [found, is_new] = known().try_emplace(signature);
+  if (is_new && known().size() > kMostKnown) known().clear();
+  if (is_new || found->second.is_planned) return is_new ? nullptr : found->second.prepared;
+  pybind11::list given;
+  for (int i = 0; i < kMostChoices && signature.choice(i) != 0; ++i) {
+    given.append(pybind11::reinterpret_borrow<pybind11::object>(chosen[i]));
+    choices()[signature.choice(i)] = given[i];
   }
-
-  // (table, programs, arguments, (inputs, results, numbers, cost)); false if its kernel is not remembered.
-  bool read(PyObject* launch) {
-    TORCH_CHECK_TYPE(PyTuple_CheckExact(launch) && PyTuple_GET_SIZE(launch) == 4,
-                     "khot: a launch is a tuple of 4");
-    const auto kernels = tables().find(pybind11::cast<int64_t>(PyTuple_GET_ITEM(launch, 0)));
-    programs = pybind11::cast<int64_t>(PyTuple_GET_ITEM(launch, 1));
-    if (kernels == tables().end() || !arguments.read(PyTuple_GET_ITEM(launch, 2))) return false;
-    const auto found = kernels->second.find(arguments.key());
-    if (found == kernels->second.end()) return false;
-    kernel = found->second;
-    std::tie(inputs, results, numbers, cost) =
-        pybind11::cast<std::tuple<Places, Places, std::vector<Places>, Places>>(
-            pybind11::handle(PyTuple_GET_ITEM(launch, 3)));
-    TORCH_CHECK_VALUE(numbers.size() <= kMostNumbers, "khot: prepare takes fewer numbers");
-    return true;
-  }
-
-  // As it is made again, and how its numbers and its cost are given; nothing for a launch that cannot be.
-  std::optional<Step> step(const Tensor& x, Signature& signature) const {
-    Step step{kernel, programs, Parameters(*kernel, arguments.given.data()), {}, {}, {}};
-    std::array<bool, kMostArguments> placed{};
-    const auto place_of = [&](int place) {
-      if (place < 0) return static_cast<int>(Parameters::kNot);
-      at(place);
-      placed[place] = true;
-      return static_cast<int>(step.parameters.places[place]);
-    };
-    for (const int place : inputs) step.inputs.push_back(place_of(place));
-    for (const int place : results) step.results.push_back(place_of(place));
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      const Places& places = numbers[i];
-      Numbered number{{}, true};
-      if (places[0] >= 0 && at(places[0]).kind == Argument::Kind::kPointer) {
-        const int64_t stride = at(places[1]).integer;
-        number = {{place_of(places[0])}, false};
-        signature.number(static_cast<int>(i)) = number_fact(at(places[0]).dtype, stride == 0);
-      } else {
-        for (size_t part = 2; part < places.size(); ++part) number.places.push_back(place_of(places[part]));
-      }
-      step.numbers.push_back(std::move(number));
-    }
-    if (!cost.empty()) {
-      const int64_t row = at(cost[1]).integer, column = at(cost[2]).integer;
-      if (column != 1 || (row != 0 && row != x.size(-1))) return std::nullopt;
-      signature.cost() = cost_fact(at(cost[0]).dtype, row != 0);
-    }
-    for (int i = 0; i < arguments.count; ++i) {
-      // what was an address must be one of the call's own, and aligned
-      const Argument& argument = arguments.given[i];
-      if (argument.kind == Argument::Kind::kPointer && !(placed[i] && argument.aligned()))
-        return std::nullopt;
-    }
-    return step;
-  }
-};
-
-}  // namespace
-}  // namespace gpu
-
-// prepare(operator, backward, x, choices, launches, given): let plain calls with contiguous rows like those
-// of x make these launches of remembered kernels (`Made`). `given` has, of a backward launch, what its inputs
-// are; the bytes of all results, 0 for one that lies where the one before does; which numbers a forward
-// launch passes on; whether its first result is read again; how many of the others are; which results of a
-// backward launch are gradients of numbers; and whether it is made for these alone (prepared.h).
-KHOT_CALL(prepare) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 6 && THPVariable_Check(args[2]) && PyTuple_CheckExact(args[3]) &&
-                       PyTuple_CheckExact(args[4]) && PyTuple_GET_SIZE(args[4]) > 0,
-                   "khot: prepare takes 6 arguments");
-  using namespace gpu;
-  const Tensor& x = THPVariable_Unpack(args[2]);
-  int64_t which = -1;
-  for (size_t i = 0; i < std::size(kOperators); ++i) {
-    if (named(args[0], kOperators[i].name)) which = static_cast<int64_t>(i);
-  }
-  TORCH_CHECK_VALUE(which >= 0, "khot: prepare knows no such operator");
-  Signature signature(args[1] == Py_True ? backward_of(which) : which, x, x.size(-1));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[3]); ++i) {
-    PyObject* const choice = PyTuple_GET_ITEM(args[3], i);
-    const auto fact = fact_of(choice);
-    TORCH_CHECK_TYPE(fact && i < kMostChoices, "khot: prepare knows no such choice");
-    signature.choice(static_cast<int>(i)) = *fact;
-    choices()[*fact] = pybind11::reinterpret_borrow<pybind11::object>(choice);
-  }
-  std::vector<Made> launches(PyTuple_GET_SIZE(args[4]));
-  for (size_t i = 0; i < launches.size(); ++i) {
-    if (!launches[i].read(PyTuple_GET_ITEM(args[4], i))) Py_RETURN_FALSE;
-  }
-  const auto [sources, bytes, passed_on, keeps_result, kept, pulls, asked] =
-      pybind11::cast<std::tuple<Places, std::vector<int64_t>, Places, bool, int, Places, bool>>(
-          pybind11::handle(args[5]));
-  const Made& first = launches[0];
-  TORCH_CHECK_VALUE(!bytes.empty() && bytes.size() == first.results.size(), "khot: prepare needs results");
-  auto made = std::make_shared<Prepared>();
-  made->dtype = first.at(first.results[0]).dtype;
-  made->whole = bytes[0] == x.numel() * static_cast<int64_t>(c10::elementSize(made->dtype));
-  made->kept = static_cast<size_t>(kept);
-  for (size_t i = 1; i < bytes.size(); ++i) {
-    int64_t& end = i <= made->kept ? made->kept_bytes : made->scratch_bytes;
-    made->begins.push_back(bytes[i] == 0 && i > 1 ? made->begins.back() : end);
-    end += (bytes[i] + 15) / 16 * 16;
-  }
-  for (const Made& launch : launches) {
-    auto step = launch.step(x, signature);
-    if (!step) Py_RETURN_FALSE;
-    made->steps.push_back(std::move(*step));
-  }
-  for (const int result : pulls) {
-    TORCH_CHECK_INDEX(result < static_cast<int>(bytes.size()), "khot: there is no result ", result);
-    const bool of_rows = result > 0 && bytes[result] == x.numel() / x.size(-1) * 8 &&
-                         first.at(first.results[result]).dtype == at::kDouble;
-    made->pulls.push_back(of_rows ? result : -1);
-  }
-  signature.asked() = asked;
-  made->sources = sources;
-  made->passed_on = passed_on;
-  made->keeps_result = keeps_result;
-  if (prepared().size() >= kMostPrepared) prepared().clear();
-  prepared()[signature] = std::move(made);
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
+  return planned(signature, given);
 }
+
+std::shared_ptr<const Prepared> find_backward(Signature signature, bool asked) {
+  signature.facts[0] = backward_of(signature.facts[0]);
+  signature.asked() = asked ? 1 : 0;
+  const auto found = known().find(signature);
+  if (found != known().end()) return found->second.prepared;
+  pybind11::list given;
+  for (int i = 0; i < kMostChoices && signature.choice(i) != 0; ++i) {
+    given.append(choices().at(signature.choice(i)));
+  }
+  return planned(signature, given);
+}
+
+}  // namespace gpu
 
 // forget(): all kernels and launches.
 PyObject* forget(PyObject*, PyObject* const*, Py_ssize_t) {

@@ -5,7 +5,7 @@
 // a node in C++. Whatever is not a plain call gets None, and takes the ordinary way: other types, other
 // devices, transforms, modes, tangents, values out of range. That way also raises the errors.
 //
-// On a GPU a call is one launch, which the ordinary way prepares when it first makes such a call
+// On a GPU a call is one launch or a few, of which Python makes a plan when such a call comes again
 // (prepared.h).
 //
 // It needs torch's C++ interface, which is not stable, so it serves only the torch that it was built with
@@ -51,11 +51,9 @@ PyMethodDef methods[] = {method("serve", serve),
                          method("soft_topk_of_selectable", soft_topk_of_selectable),
                          method("sample_khot", sample_khot),
                          method("gated", gated),
-                         method("missed", missed),
                          method("use_driver", use_driver),
                          method("remember", remember),
                          method("start", start),
-                         method("prepare", prepare),
                          method("forget", forget),
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {

@@ -1,7 +1,6 @@
-// Launches that the ordinary way has prepared for plain calls on a GPU: all is known of them but the
-// addresses and the numbers of a call.
+// Launches of plain calls on a GPU: all is known of them but the addresses and the numbers of a call.
 //
-// khot/_kernels/triton/native.py says which parameters of a kernel these are.
+// Python makes a plan of them when a call of a kind comes again (khot/_kernels/triton/plans.py).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -52,11 +51,16 @@ constexpr int kMostNumbers = 2, kMostChoices = 4;
 struct Signature {
   std::array<int64_t, 5 + kMostChoices + kMostNumbers + 2> facts{};
   int64_t& dtype() { return facts[2]; }
+  int64_t dtype() const { return facts[2]; }
   int64_t rows() const { return facts[3]; }
   int64_t& choice(int i) { return facts[5 + i]; }
+  int64_t choice(int i) const { return facts[5 + i]; }
   int64_t& number(int i) { return facts[5 + kMostChoices + i]; }
+  int64_t number(int i) const { return facts[5 + kMostChoices + i]; }
   int64_t& cost() { return facts[5 + kMostChoices + kMostNumbers]; }
+  int64_t cost() const { return facts[5 + kMostChoices + kMostNumbers]; }
   int64_t& asked() { return facts.back(); }
+  int64_t asked() const { return facts.back(); }
 
   Signature() = default;
   Signature(int64_t which, const Tensor& x, int64_t n)
@@ -77,55 +81,63 @@ struct Hash {
   }
 };
 
-// A number of a kernel's arguments: by value, the sum of so many of float32; or in memory.
-struct Numbered {
-  std::vector<int> places;  // one, if it is an address
-  bool by_value;
+// What an address of a launch points into (`Slot` in plans.py).
+enum Slot : int8_t {
+  kInput,   // the rows
+  kSecond,  // a cost, or a seed
+  kNumber,  // the first number, and the second behind it
+  kGrad = kNumber + kMostNumbers,
+  kFirst,    // of a gradient: the first result of the forward call
+  kKept,     // the other results of the forward call
+  kResult,   // the first result
+  kScratch,  // everything else
+  kSlots
 };
 
-// One launch, with places among its parameters, or Parameters::kNot.
+// Where each of them begins in a call.
+using Slots = std::array<const void*, kSlots>;
+
+// The parameter at this place is an address, so many bytes behind the begin of its slot.
+struct Address {
+  int place;
+  Slot slot;
+  int64_t offset;
+};
+
+// The parameter at this place is one of the three of float32 whose sum is a number given by value.
+struct Part {
+  int place, number, part;
+};
+
 struct Step {
   std::shared_ptr<const Compiled> kernel;
   int64_t programs;
   Parameters parameters;
-  std::vector<int> inputs, results;
-  std::vector<Numbered> numbers;
+  std::vector<Address> addresses;
+  std::vector<Part> parts;
 };
 
 struct Prepared {
   std::vector<Step> steps;
-
-  // The first result has the shape of x, or one number for each row. Of the others, those that a backward
-  // launch reads come first and share one tensor, and the rest share another; they begin there at these
-  // bytes.
-  bool whole;
-  at::ScalarType dtype;
-  std::vector<int64_t> begins;
-  size_t kept = 0;  // so many of the others are read again
-  int64_t kept_bytes = 0, scratch_bytes = 0;
-
-  // Of a forward launch, which of its numbers the backward launch gets, and whether that reads the first
-  // result. Of a backward launch, what its inputs are: the gradient, then the inputs of the forward launch,
-  // then its results; and which of its results is the gradient of each number of the forward launch, one for
-  // each row in float64, or -1.
-  std::vector<int> passed_on, sources, pulls;
-  bool keeps_result = false;
+  at::ScalarType dtype;  // of the first result,
+  bool whole;            // which has the shape of the rows, or is one number for each of them
+  int64_t kept_bytes, scratch_bytes;
+  std::vector<int64_t> pulls;  // where the gradient of each number lies in the scratch, or -1
+  bool reads_first;            // whether the gradient reads the first result again
 };
 
 // Whether float32 holds both halves of a number; others are not passed by value.
 inline bool by_value(double number) { return number > 1e-20 && number < 1e30; }
 
-constexpr size_t kMostPrepared = 4096;  // then all are forgotten: lengths of rows may have no end
+// The choices of a call, as Python has them.
+using Choices = std::array<PyObject*, kMostChoices>;
 
-inline std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash>& prepared() {
-  static std::unordered_map<Signature, std::shared_ptr<const Prepared>, Hash> all;
-  return all;
-}
+// The launches of such calls; null if there are none, and at the first call of a kind: a plan takes longer
+// than the ordinary way, and lengths of rows may have no end.
+std::shared_ptr<const Prepared> find(const Signature& signature, const Choices& chosen);
 
-inline std::shared_ptr<const Prepared> find(const Signature& signature) {
-  const auto found = prepared().find(signature);
-  return found == prepared().end() ? nullptr : found->second;
-}
+// The launches of the gradient of such calls, which have a plan.
+std::shared_ptr<const Prepared> find_backward(Signature signature, bool asked);
 
 // The kernel of gpu_around.cpp as it was compiled, and how many rows, of what width, a program holds.
 struct Around {
@@ -179,7 +191,7 @@ inline std::optional<int64_t> fact_of(PyObject* choice) {
   return fact_of(number);
 }
 
-// The choices of what was prepared, by their facts.
+// The choices of calls that have a plan, by their facts.
 inline std::unordered_map<int64_t, pybind11::object>& choices() {
   static auto* const all = new std::unordered_map<int64_t, pybind11::object>;  // which outlives Python
   return *all;

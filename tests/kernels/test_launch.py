@@ -44,7 +44,7 @@ with host.device():
         start()
         launch.forget()
         for x in (torch.ones(512, 64), torch.ones(512, 64, requires_grad=True)):
-            khot.soft_topk(x, 8)
+            khot.soft_topk(x, 8), khot.soft_topk(x, 8)  # compiles, plans
             entered = []
             sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_name))
             khot.soft_topk(x, 8)

@@ -2,9 +2,8 @@
 
 A call returns None if it is not a plain call of a tensor on the CPU, and has to take the ordinary way:
 dispatch, checks and errors are there. Of hard masks, only small ones are taken. On a GPU, calls of the
-operators in :data:`ON_GPUS` are taken once the ordinary way has made a call with rows like theirs, and has
-prepared its launches (:mod:`khot._kernels.triton.native`), which it does where a plain call was
-:data:`missed`; the ordinary way's own launches go through :data:`start`.
+operators in :data:`ON_GPUS` are taken from the second of a kind on, which asks for a plan of its launches
+(:mod:`khot._kernels.triton.plans`). The ordinary way's own launches go through :data:`start`.
 Where a call is asked for, Dynamo must not see it. All other tracers are modes, which the extension sees.
 The extension is written in torch's C++ interface, which is not stable, so it is used with the torch that it
 was built with, whose version is in its name. Without it every call returns None.
@@ -28,9 +27,7 @@ __all__ = [
     "inverse_soft_count",
     "launching",
     "load",
-    "missed",
     "pareto",
-    "prepare",
     "remember",
     "sample_khot",
     "gated",
@@ -113,10 +110,6 @@ PYTHON_WAY: dict[str, Callable[..., Tensor]] = {}
 start: Callable[..., bool | None] = _ordinary
 #: remember(table, arguments, function, threads, shared, types): a kernel for arguments like these
 remember: Callable[..., bool | None] = _ordinary
-#: prepare(operator, backward, x, choices, launches, given): the launches of plain calls
-prepare: Callable[..., bool | None] = _ordinary
-#: missed(): whether the last call that was asked for is plain, but has no prepared launch
-missed: Callable[[], bool | None] = _ordinary
 #: forget(): all kernels and launches
 forget: Callable[[], None] = _ordinary
 
@@ -152,6 +145,7 @@ def use_driver(
     device: str,
     again: Callable[[str, list[Any], list[int], Tensor], tuple[Tensor, ...]],
     around: Callable[[str, int, torch.device, tuple[torch.dtype | None, ...]], tuple[Any, ...]],
+    plan: Callable[..., tuple[Any, ...] | None],
     *,
     cdfs: dict[str, type],
 ) -> None:
@@ -165,18 +159,18 @@ def use_driver(
         device: "cuda", or "cpu" for tests.
         again: gives the gradients of some arguments of a call in the ordinary way.
         around: has the kernel compiled for what goes around the launches of plain calls.
+        plan: says what plain calls of a kind launch (:func:`khot._kernels.triton.plans.plan`).
         cdfs: as for :func:`load`.
     """
-    global start, remember, prepare, missed, forget, launching
+    global start, remember, forget, launching
     extension = _extension()
     if extension is None:
         return
     if not in_use():
         extension.serve(0, cdfs)
-    extension.use_driver(launch, stream, hooks, unused, device, again, around)
+    extension.use_driver(launch, stream, hooks, unused, device, again, around, plan)
     globals().update({name: getattr(extension, name) for name in ON_GPUS})
-    start, remember = extension.start, extension.remember
-    prepare, missed, forget = extension.prepare, extension.missed, extension.forget
+    start, remember, forget = extension.start, extension.remember, extension.forget
     launching = True
 
 

@@ -21,9 +21,10 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "DispatchMode",
     "any_requires_grad",
     "apply_outside_transforms",
     "as_usual",
@@ -64,6 +65,9 @@ def _any_requires_grad(*args: Any) -> bool:
 # Whether any argument is a tensor that requires a gradient; a loop in Python takes five times as long, and is
 # there for torch 2.6, which lacks the function.
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
+
+# A context whose method `__torch_dispatch__` sees every operation.
+DispatchMode = TorchDispatchMode
 
 # A context in which new tensors have data, also within a FakeTensorMode.
 without_modes = _disable_current_modes

@@ -87,8 +87,8 @@ def _late(name: str, device: str) -> Callable[..., Any]:
 
 def load(name: str) -> Callable[..., Any]:
     """The operator in Triton."""
-    importlib.import_module("khot._kernels.triton.around")  # which plain calls of it ask for
-    found: Callable[..., Any] = getattr(
-        importlib.import_module(f"khot._kernels.triton.{KERNELS[name]}"), name
-    )
+    for asked in ("around", "plans"):  # which plain calls of it ask for
+        importlib.import_module(f"khot._kernels.triton.{asked}")
+    file = importlib.import_module(f"khot._kernels.triton.{KERNELS[name]}")
+    found: Callable[..., Any] = getattr(file, name)
     return found

@@ -13,22 +13,19 @@ finds out on the device which these are: nothing waits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._core import eager
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import philox
-from khot._kernels.triton import layout, native
+from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Drawn
 from khot._kernels.triton.calibration import LARGEST_VARIANCE, VECTORS, calibrate
 from khot._kernels.triton.fast import LOG2E, double, plus, reciprocal, reciprocal64, total
 from khot._kernels.triton.functions import place
-from khot._kernels.triton.launch import Variant, launch, variant
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.mask import topk_mask
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
@@ -609,21 +606,16 @@ def pareto_sample(probs: Tensor, seed: Tensor, least: float, tolerance: float) -
     out = probs.new_empty(probs.shape)
     flags = torch.empty(rows + 16, dtype=torch.bool, device=probs.device)
     drawn, probabilities = flags[16:], flags[0]  # both where Triton takes an address to be aligned
-    first = _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
+    _by_formula(source, seed, out, drawn, probabilities, n, least, tolerance)
     programs = min(rows, CAREFUL, max(1, CALIBRATED // n))
     numbers = torch.empty(programs * VECTORS.value * (n + 1), dtype=torch.float64, device=probs.device)
     width = max(2, min(CALIBRATED_WIDTH, next_power_of_2(n)))
-    careful = variant(
-        _careful, WIDTH=width, PAIRS=width // 2, num_warps=CALIBRATED_WARPS, **layout.registers()
-    )
-    arguments = (
+    launch(
+        _careful, programs,
         source, seed, out, drawn, probabilities, numbers, numbers.view(torch.int64),
         numbers.view(torch.float32), n, least, tolerance, rows, programs,
+        WIDTH=width, PAIRS=width // 2, num_warps=CALIBRATED_WARPS, **layout.registers(),
     )  # fmt: skip
-    careful(programs, *arguments)
-    if first is not None and eager.launching:
-        both = (first, (careful, programs, arguments))
-        native.prepare_all("pareto_sample", source[0], both, least, tolerance)
     return out, probabilities
 
 
@@ -636,15 +628,15 @@ def _by_formula(
     n: int,
     least: float,
     tolerance: float,
-) -> tuple[Variant, int, tuple[Any, ...]] | None:
-    """Draw from the rows that are of probabilities and have a d of at least `least`; `drawn` says which.
-    Returns the launch, if it is one."""
+) -> None:
+    """Draw from the rows that are of probabilities and have a d of at least `least`; `drawn` says which."""
     rows = drawn.numel()
     if n <= HELD:
-        solver = variant(_pareto, **which(n), **layout.registers())
-        arguments = (source, seed, out, drawn, probabilities, n, least, tolerance)
-        solver(rows, *arguments)
-        return solver, rows, arguments
+        launch(
+            _pareto, rows, source, seed, out, drawn, probabilities, n, least, tolerance,
+            **which(n), **layout.registers(),
+        )  # fmt: skip
+        return
     parts = min(cdiv(n, CHUNK), max(1, layout.PROGRAMS // rows), MOST_PARTS)
     length = cdiv(cdiv(n, parts), CHUNK) * CHUNK
     parts = cdiv(n, length)
@@ -668,7 +660,6 @@ def _by_formula(
         source, seed, sums, below, found, keys, columns, Drawn(out, drawn, probabilities), n, parts, capacity,
         *rule, **width, WIDTH=LISTED, num_warps=LISTED // 128,
     )  # fmt: skip
-    return None
 
 
 KERNELS = (_uniform, _part_order_keys, _pareto, _part_moments, _part_keys, _choose, _careful)

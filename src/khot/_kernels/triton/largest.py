@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import topk as reference
-from khot._kernels.triton import layout, native
+from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Rows, Values
 from khot._kernels.triton.functions import load, place
-from khot._kernels.triton.launch import launch, variant
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MOST, PLACE, STATE, level_of, levels
 from khot._kernels.triton.selection import LEAST, LEAST64, key_of, number, ordered, reaches
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
@@ -335,13 +335,10 @@ def topk(x: Tensor, k: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor
         width = max(2, next_power_of_2(n))
         kept = max(2, next_power_of_2(k))
         together, warps = max(1, layout.TOGETHER // width), max(1, min(8, width // 256))
-        sorter = variant(
-            _sort_short_rows,
+        launch(
+            _sort_short_rows, cdiv(rows, together), source, values, indices, rows, n, k,
             LARGEST=largest, TOGETHER=together, WIDTH=width, KEPT=kept, num_warps=max(4, warps),
         )  # fmt: skip
-        programs, arguments = cdiv(rows, together), (source, values, indices, rows, n, k)
-        sorter(programs, *arguments)
-        native.prepare("topk", source.pointer, sorter, programs, arguments, k, largest, sorted)
         return values, indices
     if not grouped:
         _take(x, source, values, indices, rows, n, k, largest)

@@ -11,7 +11,9 @@ Where the extension for plain calls is in use, it remembers the kernel as well, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from khot._core import eager
 from khot._kernels.triton import native
 from khot._kernels.triton.fast import PTX
 
-__all__ = ["Variant", "launch", "variant"]
+__all__ = ["Variant", "launch", "unstarted", "variant"]
 
 LARGE = 1 << 31  # from here on an integer has 64 bits
 
@@ -48,9 +50,26 @@ class Variant:
         The arguments come in the kernel's order; those that belong together are one named tuple. The first of
         all is a tensor on the device that runs it.
         """
-        if watch is not None:
+        noted = _noted.get()
+        if noted is not None:
+            noted.append((self, programs, arguments))
+            programs = 0
+        elif watch is not None:
             watch(self.kernel.__name__)
         start(self, programs, arguments)
+
+
+_noted: ContextVar[list[tuple[Variant, int, tuple[Any, ...]]] | None] = ContextVar("_noted", default=None)
+
+
+@contextmanager
+def unstarted() -> Iterator[list[tuple[Variant, int, tuple[Any, ...]]]]:
+    """The launches of this thread, which are compiled and noted, but not started."""
+    token = _noted.set([])
+    try:
+        yield _noted.get()  # type: ignore[misc]
+    finally:
+        _noted.reset(token)
 
 
 class _Compiled:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import magnitude as reference
-from khot._kernels.triton import layout, native, split_magnitude
+from khot._kernels.triton import layout, split_magnitude
 from khot._kernels.triton.arguments import Threshold
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly, write_sizes_exactly
@@ -169,7 +169,6 @@ def _pull_exactly(
 
 
 KERNELS = (solve_magnitudes, pull_magnitudes)
-_NAMES = "sizes", "soft_topk_magnitude"  # of plain calls, without and with signs
 
 
 @functools.lru_cache(maxsize=1024)
@@ -202,9 +201,7 @@ def soft_topk_magnitude(
         split_magnitude.soft_topk_magnitude(source, *given, rows, n, p, signed)
         return y, hi, lo
     solver, _, programs, power = _variants(rows, n, p, signed, fine)
-    arguments = (source, *given, rows, n, EVALUATIONS, power)
-    solver(programs, *arguments)
-    native.prepare(_NAMES[signed], source.pointer, solver, programs, arguments, p)
+    solver(programs, source, *given, rows, n, EVALUATIONS, power)
     return y, hi, lo
 
 
@@ -236,8 +233,5 @@ def soft_topk_magnitude_backward(
         )
         return ds, dtau
     _, puller, programs, _ = _variants(rows, n, p, signed, fine)
-    arguments = (source, results, incoming, rest, goal, t, tau_row, ds, dtau, rows, n)
-    puller(programs, *arguments)
-    if rest.pointer is None and rest.high == 0:
-        native.prepare(_NAMES[signed], source.pointer, puller, programs, arguments, p, backward=True)
+    puller(programs, source, results, incoming, rest, goal, t, tau_row, ds, dtau, rows, n)
     return ds, dtau

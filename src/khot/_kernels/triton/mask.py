@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import topk_mask as reference
-from khot._kernels.triton import layout, native
+from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, wide
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.largest import of_long_rows
-from khot._kernels.triton.launch import launch, variant
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MASK, MOST, STATE
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import (
@@ -100,8 +100,5 @@ def topk_mask(x: Tensor, k: Tensor) -> Tensor:
         )  # fmt: skip
         return out
     together, which = held(rows, n, layout.compute(x.dtype))
-    programs, arguments = cdiv(rows, together), (source, given, out, rows, n)
-    mask = variant(_resident_mask, **which)
-    mask(programs, *arguments)
-    native.prepare("topk_mask", source.pointer, mask, programs, arguments)
+    launch(_resident_mask, cdiv(rows, together), source, given, out, rows, n, **which)
     return out

@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import eager
-from khot._kernels.triton import layout, native
+from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Matrix, Pairs, Pulled, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.costs import load_pair, priced
 from khot._kernels.triton.exact import number64, row_source
@@ -331,11 +330,7 @@ def backward(
     if layout.splits(rows, n):
         return _share(grad, grad_lo, Pairs(source, cost), t, tau, to, rows, n, *which)
     start, programs, power = _variant(rows, n, *which)
-    arguments = (grad, grad_lo, source, cost, t, tau, to, rows, n, power)
-    start(programs, *arguments)
-    if eager.launching and output != "threshold" and not asked(grad_lo):
-        name, choices = ("soft_topk", (output == "log",)) if by == "count" else ("soft_budget", (by, at_most))
-        native.prepare(name, source.pointer, start, programs, arguments, F.name, *choices, backward=True)
+    start(programs, grad, grad_lo, source, cost, t, tau, to, rows, n, power)
 
 
 def asked(grad_lo: Values) -> bool:

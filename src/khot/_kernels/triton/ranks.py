@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
-from khot._kernels.triton import layout, native, row_sort
+from khot._kernels.triton import layout, row_sort
 from khot._kernels.triton.arguments import Matrix, Rows, Values
 from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
-from khot._kernels.triton.launch import launch, variant
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.selection import ordered
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
@@ -38,7 +38,6 @@ __all__ = [
     "across",
     "both_sums",
     "centred_places",
-    "choices",
     "entries_of",
     "finite",
     "laplace_rank",
@@ -487,11 +486,6 @@ def tile(n: int) -> dict[str, Any]:
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
-def choices(descending: bool) -> tuple[str | bool, ...]:
-    """Those of the public calls that come here: cdf, order, method and regularization."""
-    return "laplace", descending, "count", "l2"
-
-
 def laplace_rank(
     x: Tensor, tau: Tensor, descending: bool = True, centred: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -551,11 +545,7 @@ def _rank(
     index = None if kind == PLACE.value else x.new_empty(x.shape, dtype=torch.int32)
     given = Matrix(None, 0, 0) if value is None else layout.matrix(value, x)
     which |= {"DOUBLES": layout.compares_doubles(x.device), "KIND": kind, "DESCENDING": descending}
-    ranker = variant(_rank_rows, **which)
-    programs, arguments = cdiv(rows, which["TOGETHER"]), (scores, given, scale, out, index, rows, n)
-    ranker(programs, *arguments)
-    if kind == RANK.value:
-        native.prepare("soft_rank", scores.pointer, ranker, programs, arguments, *choices(descending))
+    launch(_rank_rows, cdiv(rows, which["TOGETHER"]), scores, given, scale, out, index, rows, n, **which)
     return index
 
 
@@ -574,13 +564,8 @@ def laplace_rank_backward(
             CHUNK=CHUNK, ASKED=want_tau, DESCENDING=descending, num_warps=WARPS,
         )  # fmt: skip
         return dx, dtau
-    which = tile(n)
-    puller = variant(_pull_ranks, **which, ASKED=want_tau, DESCENDING=descending)
-    programs = cdiv(rows, which["TOGETHER"])
-    puller(programs, *given, rows, n)
-    known: dict[str, Any] = {"backward": True, "asked": want_tau}
-    arguments = (*given, rows, n)
-    native.prepare("soft_rank", source.pointer, puller, programs, arguments, *choices(descending), **known)
+    which, flags = tile(n), {"ASKED": want_tau, "DESCENDING": descending}
+    launch(_pull_ranks, cdiv(rows, which["TOGETHER"]), *given, rows, n, **which, **flags)
     return dx, dtau
 
 

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._core import eager
-from khot._kernels.triton import layout, native
+from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Rows, Threshold, Values
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
@@ -273,10 +272,7 @@ def soft_topk(
     packed = layout.packs(*source, n) and F.name != "normal"  # whose formulas leave no registers for a row
     start, programs, power = _variant(rows, n, F, output, packed)
     to = None if output == "threshold" else out
-    arguments = (source, k, tau, to, Threshold(hi, lo), rows, n, EVALUATIONS, power)
-    start(programs, *arguments)
-    if eager.launching and output in ("y", "log"):
-        native.prepare("soft_topk", source.pointer, start, programs, arguments, F.name, output == "log")
+    start(programs, source, k, tau, to, Threshold(hi, lo), rows, n, EVALUATIONS, power)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from khot import cdfs
-from khot._kernels.triton import costs, layout, native
+from khot._kernels.triton import costs, layout
 from khot._kernels.triton.arguments import Matrix, Rows, Threshold, Values
 from khot._kernels.triton.costs import (
     as_bits,
@@ -327,9 +327,9 @@ def soft_budget(
     start, programs, digits, power = _variant(rows, n, F, by, at_most)
     amount, rest = Values(*budget[:4]), budget[4]
     t = Threshold(hi, lo)
-    arguments = (source, cost, amount, rest, tau, out, t, rows, n, EVALUATIONS, slack, digits, power)
-    start(programs, *arguments)
-    native.prepare("soft_budget", source.pointer, start, programs, arguments, F.name, by, at_most)
+    start(
+        programs, source, cost, amount, rest, tau, out, t, rows, n, EVALUATIONS, slack, digits, power
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from khot._kernels.reference import selectable as reference
-from khot._kernels.triton import layout, native
+from khot._kernels.triton import layout
 from khot._kernels.triton.fast import joined
-from khot._kernels.triton.launch import variant
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "selectable"]
@@ -41,9 +41,8 @@ def selectable(x: Tensor, most: float) -> Tensor:
     out = x.new_empty(x.shape[:-1], dtype=torch.float64)
     rows, (width, together, warps) = out.numel(), layout.block(n)
     source = layout.rows(x, n)
-    arguments = (*source, out, rows, n, *layout.halves(most))
-    counter = variant(_selectable, TOGETHER=together, WIDTH=width, num_warps=warps)
-    programs = cdiv(rows, together)
-    counter(programs, *arguments)
-    native.prepare("selectable", source[0], counter, programs, arguments)
+    launch(
+        _selectable, cdiv(rows, together), *source, out, rows, n, *layout.halves(most),
+        TOGETHER=together, WIDTH=width, num_warps=warps,
+    )  # fmt: skip
     return out

@@ -13,16 +13,14 @@ warp, which takes five times the instructions.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from khot._kernels.triton import layout, native, ranks, row_sort
+from khot._kernels.triton import layout, ranks, row_sort
 from khot._kernels.triton.fast import LN2, LOG2E, wide
-from khot._kernels.triton.launch import launch, variant
+from khot._kernels.triton.launch import launch
 from khot._kernels.triton.ranks import (
     across,
     both_sums,
@@ -360,12 +358,11 @@ def laplace_sort(x: Tensor, tau: Tensor, descending: bool = True) -> tuple[Tenso
         )  # fmt: skip
         return out, index, place
     index, which = x.new_empty(x.shape, dtype=torch.int32), tile(n)
-    sorter = variant(_sort_rows, **which, DOUBLES=layout.compares_doubles(x.device), DESCENDING=descending)
-    source, programs = layout.rows(x, n), cdiv(rows, which["TOGETHER"])
-    scale = layout.values(tau, batch, x.device)
-    arguments = (source, scale, out, index, place, _scratch(x), rows, n)
-    sorter(programs, *arguments)
-    native.prepare("soft_sort", source.pointer, sorter, programs, arguments, *ranks.choices(descending))
+    launch(
+        _sort_rows, cdiv(rows, which["TOGETHER"]),
+        layout.rows(x, n), layout.values(tau, batch, x.device), out, index, place, _scratch(x), rows, n,
+        **which, DOUBLES=layout.compares_doubles(x.device), DESCENDING=descending,
+    )  # fmt: skip
     return out, index, place
 
 
@@ -388,17 +385,12 @@ def laplace_sort_backward(
         )  # fmt: skip
         return dx, dtau
     which = tile(n)
-    puller = variant(_pull_sorts, **which, ASKED=want_tau, DESCENDING=descending)
-    programs = cdiv(rows, which["TOGETHER"])
-    source = layout.rows(x, n)
-    arguments = (
-        layout.matrix(grad, x), source, layout.values(tau, batch, x.device), order.contiguous(),
+    launch(
+        _pull_sorts, cdiv(rows, which["TOGETHER"]),
+        layout.matrix(grad, x), layout.rows(x, n), layout.values(tau, batch, x.device), order.contiguous(),
         place.contiguous(), dx, dtau, _scratch(x), rows, n,
+        **which, ASKED=want_tau, DESCENDING=descending,
     )  # fmt: skip
-    puller(programs, *arguments)
-    known: dict[str, Any] = {"backward": True, "asked": want_tau}
-    choices = ranks.choices(descending)
-    native.prepare("soft_sort", source.pointer, puller, programs, arguments, *choices, **known)
     return dx, dtau
 
 
