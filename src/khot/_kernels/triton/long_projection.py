@@ -31,7 +31,7 @@ from khot._kernels.triton.short_projection import (
 )
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "project"]
+__all__ = ["KERNELS", "permutahedron"]
 
 CHUNK, WARPS = 1024, 8
 
@@ -249,7 +249,9 @@ KERNELS = (_project_long_rows,)
 # -------------------------------------------------------------------------------------- the host
 
 
-def project(z: Tensor, w: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def permutahedron(
+    z: Tensor, w: Tensor, tau: Tensor, regularization: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The projection of rows that a program each goes through, and its blocks."""
     n = z.shape[-1]
     rows = z.numel() // n

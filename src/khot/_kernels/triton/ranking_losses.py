@@ -18,10 +18,10 @@ from khot._kernels.reference import ranking_losses as reference
 from khot._kernels.triton import layout, ranks, row_sort
 from khot._kernels.triton.arguments import Matrix, Rows
 from khot._kernels.triton.fast import LN2, store, total, wide
-from khot._kernels.triton.laplace import laplace_count
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.resident import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv
+from khot._kernels.triton.ways import laplace_count, sorts_rows
 
 __all__ = [
     "KERNELS",
@@ -227,7 +227,7 @@ KERNELS = (_ndcg, _pull_ndcg, _correlations, _pull_correlations, _mean)
 
 def _serves(x: Tensor, value: Tensor | None = None) -> bool:
     """Whether the kernels take the list, and its targets: those that float32 has exactly, or nearly."""
-    return ranks.serves(x, True) and (value is None or value.dtype != torch.float64)
+    return sorts_rows(x) and (value is None or value.dtype != torch.float64)
 
 
 def tile(n: int) -> dict[str, Any]:

@@ -43,7 +43,6 @@ __all__ = [
     "laplace_rank",
     "laplace_rank_backward",
     "nan_of",
-    "serves",
     "sorted_rows",
     "notes",
     "sorted_sums",
@@ -465,15 +464,6 @@ KERNELS = (_rank_rows, _pull_ranks, _rank_long_rows, _pull_long_ranks)
 
 
 # ---------------------------------------------------------------------------------- the host
-
-
-def serves(x: Tensor, long: bool) -> bool:
-    """Whether a row of x has a program: a short one, which sorts it, or a long one, which takes it sorted.
-    Few very long rows would leave most of a device idle."""
-    n = x.shape[-1]
-    if x.dtype == torch.float64 or x.numel() == 0:
-        return False
-    return n <= SHORT or (long and (n <= layout.RESIDENT or x.numel() >= n * layout.STREAMS))
 
 
 def tile(n: int) -> dict[str, Any]:

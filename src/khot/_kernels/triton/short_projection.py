@@ -50,8 +50,8 @@ __all__ = [
     "finite",
     "inverse_tau",
     "one_over",
-    "project",
-    "pull",
+    "permutahedron",
+    "permutahedron_backward",
     "since",
     "smaller",
     "steepest",
@@ -431,7 +431,9 @@ def tile(n: int, held: int = HELD) -> dict[str, Any]:
     return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
 
 
-def project(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def permutahedron(
+    z: Tensor, w: Tensor, tau: Tensor, regularization: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The projection of rows that a program sorts, and its blocks."""
     n, kl = z.shape[-1], regularization == "kl"
     rows, which = z.numel() // n, tile(n, HELD_POWERS if kl else HELD)
@@ -450,7 +452,7 @@ def project(z: Tensor, w: Tensor, tau: Tensor, regularization: str) -> tuple[Ten
     return y, index, w_index, start
 
 
-def pull(
+def permutahedron_backward(
     grad: Tensor, z: Tensor, w: Tensor, tau: Tensor, order: Tensor, w_order: Tensor, start: Tensor,
     regularization: str, want_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -1,24 +1,71 @@
-"""Which kernels take a batch of soft top-ks: the one place that decides it.
+"""Which kernels take a batch: the one place that decides it, for operators with kernels in several files.
+What is in one file only is named in :data:`khot._kernels.gpu.FILES`.
 
-- Float32 and narrower: `resident`, whose programs have a row or several; for few rows longer than
-  `layout.STREAMED`, `split`, where programs share a row. `pull` has the gradients of both.
-- Float64: `exact`, whose programs have a row each; for rows longer than `layout.RESIDENT`, `exact_split`,
-  where programs share a row.
-- A threshold that is asked for by itself, or that results depend on steeply (`layout.steep`), has the digits
-  of float64: `resident` finds it in float32 and polishes it; for the few rows that are split, `exact_split`
-  does.
-- Gradients in float64: `exact_backward` and `exact_split`, by the same length.
+| operators | rows | file |
+|---|---|---|
+| soft top-k | float32 and narrower, one or several in a program | `resident` |
+| | the same, few that are longer than `layout.STREAMED`: programs share a row | `split` |
+| | float64, one in a program | `exact` |
+| | float64, longer than `layout.RESIDENT`; those of `split` if results are steep in t | `exact_split` |
+| its gradient | float32 and narrower | `pull` |
+| | float64, by the same lengths | `exact_backward`, `exact_split` |
+| soft budget | float32 and narrower; few of these that are long | `resident_budget`; `split_budget` |
+| | float64 | `exact` |
+| its gradient | float32 and narrower; float64 | `pull`; `exact_backward` |
+| Fenchel-Young loss | all; few that are long, but not in float64 | `losses`; `split_losses` |
+| Laplace's ranks, sorts | float32 and narrower, short, or long and not few | `ranks`; `sorts` |
+| | others, and counts and thresholds of levels, by torch's operations and scans | `scans` |
+| projection | float32, up to 1,024 entries, with "kl" up to 256 | `short_projection` |
+| | float32, longer, "l2", one in a program; its gradient | `long_projection`; `projection` |
+| | longer with "kl", float64, or split over programs | `projection` |
+
+A threshold that is asked for by itself, or that results depend on steeply (`layout.steep`), has the digits of
+float64. A batch without entries goes to the reference. A file is imported at the first call that needs it:
+its kernels take Triton a hundredth to a tenth of a second.
 """
 
 from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from khot import cdfs
-from khot._kernels.reference import soft_topk as reference
-from khot._kernels.triton import exact, exact_backward, exact_split, layout, pull, resident, split
+from khot._kernels.reference import fenchel_young as reference_losses
+from khot._kernels.reference import laplace as reference_laplace
+from khot._kernels.reference import soft_budget as reference_budget
+from khot._kernels.reference import soft_topk as reference_topk
+from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Threshold
+
+__all__ = [
+    "fenchel_young",
+    "fenchel_young_backward",
+    "laplace_centred_rank",
+    "laplace_count",
+    "laplace_count_backward",
+    "laplace_thresholds",
+    "laplace_thresholds_backward",
+    "permutahedron",
+    "permutahedron_backward",
+    "soft_budget",
+    "soft_budget_backward",
+    "soft_topk",
+    "soft_topk_backward",
+    "sorts_rows",
+]
+
+
+@functools.cache
+def kernels(file: str) -> Any:
+    """The file with the kernels that were chosen."""
+    return importlib.import_module(f"khot._kernels.triton.{file}")
+
+
+# ------------------------------------------------------------------------------------ soft top-k
 
 
 def soft_topk(
@@ -27,7 +74,7 @@ def soft_topk(
     """`soft_topk.soft_topk`, in Triton."""
     batch, n = x.shape[:-1], x.shape[-1]
     if n == 0:
-        return reference.soft_topk(x, k, tau, cdf, shape, output)
+        return reference_topk.soft_topk(x, k, tau, cdf, shape, output)
     F = cdfs.resolve(cdf, shape)
     if output in ("threshold", "rounded"):
         out = x.new_empty((*batch, 0) if output == "threshold" else batch)
@@ -40,22 +87,20 @@ def soft_topk(
         return out, hi, lo
     source = layout.rows(x, n)
     goal, tau_row = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
-    fine = x.dtype == torch.float64
-    if fine and n <= layout.RESIDENT:
+    if x.dtype == torch.float64:
+        file = "exact" if n <= layout.RESIDENT else "exact_split"
+    elif layout.splits(rows, n):
+        file = "exact_split" if layout.steep(F, output) else "split"
+    else:
+        file = "resident"
+    if file == "exact":
         left = layout.rest(k, goal)
-        exact.solve(source, None, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
-        return _rounded(out, hi, lo, output), hi, lo
-    splits = layout.splits(rows, n)
-    kernels = split if splits else resident
-    if fine or (splits and layout.steep(F, output)):
-        kernels = exact_split
-    kernels.soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
-    return out if kernels is resident else _rounded(out, hi, lo, output), hi, lo
-
-
-def _rounded(out: Tensor, hi: Tensor, lo: Tensor, output: str) -> Tensor:
-    """What a kernel leaves that does not write a rounded threshold itself."""
-    return torch.add(hi, lo, out=out) if output == "rounded" else out
+        kernels(file).solve(source, None, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
+    else:
+        kernels(file).soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
+    if output == "rounded" and file != "resident":  # the others leave it open
+        torch.add(hi, lo, out=out)
+    return out, hi, lo
 
 
 def soft_topk_backward(
@@ -73,7 +118,7 @@ def soft_topk_backward(
     """`soft_topk.soft_topk_backward`, in Triton."""
     batch, n = x.shape[:-1], x.shape[-1]
     if n == 0:
-        return reference.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, cdf, shape, output)
+        return reference_topk.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, cdf, shape, output)
     F = cdfs.resolve(cdf, shape)
     dx, dk, dtau = layout.like(x), layout.like(hi), layout.like(hi)
     rows = dk.numel()
@@ -84,14 +129,223 @@ def soft_topk_backward(
     cotangent, source = layout.matrix(x if output == "threshold" else grad, x), layout.rows(x, n)
     tau_row, lo_row = layout.values(tau, batch, x.device), layout.values(grad_lo, batch, x.device)
     results = (dx, None, dk, dtau)
-    if x.dtype != torch.float64:
-        pull.backward(cotangent, lo_row, source, None, t, tau_row, results, n, F, output=output)
-    elif n <= layout.RESIDENT:
-        exact_backward.backward(
-            cotangent, lo_row, source, None, t, tau_row, results, n, F, output=output
-        )  # fmt: skip
-    else:
-        exact_split.soft_topk_backward(
+    if x.dtype == torch.float64 and n > layout.RESIDENT:
+        kernels("exact_split").soft_topk_backward(
             cotangent, lo_row, source, t, tau_row, (dx, dk, dtau), rows, n, F, output
         )  # fmt: skip
+    else:
+        file = "exact_backward" if x.dtype == torch.float64 else "pull"
+        kernels(file).backward(cotangent, lo_row, source, None, t, tau_row, results, n, F, output=output)
     return dx, dk, dtau
+
+
+# ------------------------------------------------------------------------------------ soft budgets
+
+
+def soft_budget(
+    x: Tensor, cost: Tensor, budget: Tensor, tau: Tensor, cdf: str, shape: float, by: str, at_most: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`soft_budget.soft_budget`, in Triton."""
+    batch, n = x.shape[:-1], x.shape[-1]
+    if x.numel() == 0:
+        return reference_budget.soft_budget(x, cost, budget, tau, cdf, shape, by, at_most)
+    y, F = x.new_empty(x.shape), cdfs.resolve(cdf, shape)
+    hi = torch.empty(batch, dtype=torch.float64, device=x.device)
+    lo = torch.empty_like(hi)
+    amount = layout.values(budget, batch, x.device)
+    source, prices = layout.rows(x, n), layout.matrix(cost, x)
+    goal, tau_row = (*amount, layout.rest(budget, amount)), layout.values(tau, batch, x.device)
+    slack = _slack(n, cost.dtype)
+    rows, how = hi.numel(), {"by": by, "at_most": at_most, "slack": slack}
+    if torch.float64 in (x.dtype, cost.dtype):
+        kernels("exact").solve(source, prices, goal, tau_row, y, hi, lo, n, F, **how)
+    else:
+        file = "split_budget" if layout.splits(rows, n) else "resident_budget"
+        kernels(file).soft_budget(source, prices, goal, tau_row, y, hi, lo, rows, n, F, **how)
+    return y, hi, lo
+
+
+@functools.lru_cache(maxsize=256)
+def _slack(n: int, dtype: torch.dtype) -> float:
+    return reference_budget.slack(torch.tensor(n, dtype=torch.float64), dtype).item()
+
+
+def soft_budget_backward(
+    grad: Tensor, grad_lo: Tensor, x: Tensor, cost: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str,
+    shape: float, by: str, at_most: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`soft_budget.soft_budget_backward`, in Triton."""
+    batch, n = x.shape[:-1], x.shape[-1]
+    if x.numel() == 0:
+        return reference_budget.soft_budget_backward(
+            grad, grad_lo, x, cost, hi, lo, tau, cdf, shape, by, at_most
+        )  # fmt: skip
+    dx, dcost = x.new_empty(x.shape), cost.new_empty(x.shape)
+    dbudget, dtau = hi.new_empty(batch), hi.new_empty(batch)
+    t = Threshold(hi.contiguous(), lo.contiguous())
+    given = (
+        layout.matrix(grad, x), layout.values(grad_lo, batch, x.device), layout.rows(x, n),
+        layout.matrix(cost, x), t, layout.values(tau, batch, x.device), (dx, dcost, dbudget, dtau),
+    )  # fmt: skip
+    F = cdfs.resolve(cdf, shape)
+    file = "exact_backward" if torch.float64 in (x.dtype, cost.dtype) else "pull"
+    kernels(file).backward(*given, n, F, by=by, at_most=at_most)
+    return dx, dcost, dbudget, dtau
+
+
+# ------------------------------------------------------------------------------------ Fenchel-Young losses
+
+
+def fenchel_young(
+    x: Tensor, target: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fenchel_young.fenchel_young`, in Triton."""
+    if x.numel() == 0:
+        return reference_losses.fenchel_young(x, target, k, tau, cdf, shape)
+    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
+    loss = torch.empty(batch, dtype=torch.float64, device=x.device)
+    results = loss, torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
+    rows, fine = loss.numel(), x.dtype == torch.float64
+    source, targets = layout.rows(x, n), layout.rows(target, n)
+    given, temperature = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
+    if layout.splits(rows, n) and not fine:
+        kernels("split_losses").fenchel_young(source, targets, given, temperature, results, rows, n, F)
+        return results
+    solver, _, programs = kernels("losses").variants(rows, n, F, fine)
+    solver(
+        programs, source, targets, given, temperature, *results[:2], Threshold(*results[2:]), rows, n,
+        kernels("resident").EVALUATIONS, layout.power(F),
+    )  # fmt: skip
+    return results
+
+
+def fenchel_young_backward(
+    grad: Tensor, x: Tensor, target: Tensor, share: Tensor, loss: Tensor, hi: Tensor, lo: Tensor, tau: Tensor,
+    cdf: str, shape: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`fenchel_young.fenchel_young_backward`, in Triton."""
+    if x.numel() == 0:
+        return reference_losses.fenchel_young_backward(grad, x, target, share, loss, hi, lo, tau, cdf, shape)
+    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
+    dx, dtau = x.new_empty(x.shape), hi.new_empty(batch)
+    rows, fine = dtau.numel(), x.dtype == torch.float64
+    if not any(grad.stride()):  # one number for all rows, as a mean's
+        grad = grad.as_strided((), ())
+    source, targets, incoming = (
+        layout.rows(x, n),
+        layout.rows(target, n),
+        layout.values(grad, batch, x.device),
+    )
+    solved = share.contiguous(), loss.contiguous(), Threshold(hi.contiguous(), lo.contiguous())
+    temperature = layout.values(tau, batch, x.device)
+    if layout.splits(rows, n) and not fine:
+        kernels("split_losses").fenchel_young_backward(
+            source, targets, incoming, solved, temperature, dx, dtau, rows, n, F
+        )
+        return dx, dtau
+    _, puller, programs = kernels("losses").variants(rows, n, F, fine)
+    puller(programs, source, targets, incoming, *solved, temperature, dx, dtau, rows, n, layout.power(F))
+    return dx, dtau
+
+
+# ------------------------------------------------------------------------------------ Laplace's ranks, sorts
+
+
+def sorts_rows(x: Tensor, long: bool = True) -> bool:
+    """Whether a row of x has a program: a short one, which sorts it, or a long one, which takes it sorted.
+    Few very long rows would leave most of a device idle."""
+    n = x.shape[-1]
+    if x.dtype == torch.float64 or x.numel() == 0:
+        return False
+    short: bool = n <= kernels("ranks").SHORT
+    return short or (long and (n <= layout.RESIDENT or x.numel() >= n * layout.STREAMS))
+
+
+def laplace_count(
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`laplace.laplace_count`, in Triton."""
+    if levels is not None:
+        return reference_laplace.laplace_count(x, levels, tau, scan=kernels("scans").decay_scan)
+    rank, order = kernels("ranks" if sorts_rows(x) else "scans").laplace_rank(x, tau, descending)
+    return rank, order, order.new_empty((*x.shape[:-1], 0))
+
+
+def laplace_centred_rank(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """`laplace.laplace_centred_rank`, in Triton."""
+    if sorts_rows(x):
+        rank, order = kernels("ranks").laplace_rank(x, tau, centred=True)
+        return rank, order
+    return reference_laplace.laplace_centred_rank(x, tau, laplace_count)
+
+
+def laplace_count_backward(
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool,
+    descending: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`laplace.laplace_count_backward`, in Triton."""
+    if levels is not None or not sorts_rows(x):
+        return reference_laplace.laplace_count_backward(
+            grad, x, order, levels, place, tau, want_tau, descending, scan=kernels("scans").decay_scan
+        )
+    dx, dtau = kernels("ranks").laplace_rank_backward(grad, x, order, tau, want_tau, descending)
+    return dx, dtau.new_empty((*dtau.shape, 0)), dtau
+
+
+def laplace_thresholds(
+    x: Tensor, levels: Tensor | None, tau: Tensor, descending: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`laplace.laplace_thresholds`, in Triton."""
+    if levels is not None or not sorts_rows(x):
+        scan = kernels("scans").decay_scan
+        return reference_laplace.laplace_thresholds(x, levels, tau, descending, scan=scan)
+    t, order, place = kernels("sorts").laplace_sort(x, tau, descending)
+    return t.new_empty((*x.shape[:-1], 0), dtype=torch.float64), t, order, place
+
+
+def laplace_thresholds_backward(
+    grad: Tensor, x: Tensor, order: Tensor, levels: Tensor | None, place: Tensor, tau: Tensor, want_tau: bool,
+    descending: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`laplace.laplace_thresholds_backward`, in Triton."""
+    if levels is not None or not sorts_rows(x, long=not want_tau):
+        return reference_laplace.laplace_thresholds_backward(
+            grad, x, order, levels, place, tau, want_tau, descending, scan=kernels("scans").decay_scan
+        )
+    dx, dtau = kernels("sorts").laplace_sort_backward(grad, x, order, place, tau, want_tau, descending)
+    return dx, dtau.new_empty((*dtau.shape, 0)), dtau
+
+
+# ------------------------------------------------------------------------------------ projections
+
+
+def permutahedron(
+    z: Tensor, w: Tensor, tau: Tensor, regularization: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`permutahedron.permutahedron`, in Triton."""
+    file = _of_projection(z, w, regularization)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = kernels(file).permutahedron(z, w, tau, regularization)
+    return found
+
+
+def permutahedron_backward(
+    grad: Tensor, z: Tensor, w: Tensor, tau: Tensor, order: Tensor, w_order: Tensor, start: Tensor,
+    regularization: str, want_w: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`permutahedron.permutahedron_backward`, in Triton."""
+    file = _of_projection(z, w, regularization).replace("long_", "")  # which have the same gradient
+    given = grad, z, w, tau, order, w_order, start, regularization, want_w
+    found: tuple[Tensor, Tensor, Tensor] = kernels(file).permutahedron_backward(*given)
+    return found
+
+
+def _of_projection(z: Tensor, w: Tensor, regularization: str) -> str:
+    n = z.shape[-1]
+    if torch.float64 in (z.dtype, w.dtype) or z.numel() == 0:
+        return "projection"
+    short = kernels("short_projection")
+    if n <= (short.LONGEST if regularization == "l2" else short.LONGEST_POWERS):
+        return "short_projection"
+    if regularization == "l2" and not kernels("projection").splits(z.numel() // n, n):
+        return "long_projection"
+    return "projection"
