@@ -6,9 +6,11 @@ import ast
 import contextlib
 import importlib
 import inspect
+import json
 import math
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,12 +35,26 @@ FOLDER = Path(khot.__file__).parent / "_kernels" / "triton"
 COUNTS = {"rows", "parts", "count", "evaluations", "wanted", "unused", "place", "done", "shift"}
 
 HOST = """
+import json
 import sys
+import traceback
 import torch
 from benchmarks import host
 import khot
 from khot._kernels.triton import launch
 with host.device():
+    start, stacks = launch.start, []
+    def noted(*given):
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+        files = [frame.f_code.co_filename.partition("src/khot/")[2] for frame in frames]
+        stacks.append([f"{f.f_code.co_name} ({file})" for f, file in zip(frames, files) if file])
+        start(*given)
+    x = torch.ones(512, 64)
+    khot.soft_budget(x, x, 8), khot.soft_sort(x)  # imports the kernels
+    launch.start = noted
+    khot.soft_budget(x, x, 8), khot.soft_sort(x)
+    launch.start = start
+    print(json.dumps(stacks))
     print(host.builds([(rows, 64) for rows in host.ROWS]), host.builds([(128, n) for n in range(33, 65)]))
     for start in (lambda: None, host._start_nothing):
         start()
@@ -63,10 +79,17 @@ def test_a_call_builds_seldom_and_enters_few_functions() -> None:
         [sys.executable, "-c", HOST], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    rows, lengths, entered, entered_with_gradient, *plain = map(int, done.stdout.split())
+    stacks, *counts = done.stdout.splitlines()
+    rows, lengths, entered, entered_with_gradient, *plain = map(int, " ".join(counts).split())
     assert rows == 2 and lengths <= 6
     assert entered <= 62 and entered_with_gradient <= 71
     assert eager._extension() is None or max(plain) <= 4
+    drawn = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("function by function")[2]
+    lines = drawn.partition("```text\n")[2].partition("```")[0].splitlines()
+    for begin, stack in zip((0, 65), json.loads(stacks), strict=True):
+        way = [re.match(r"(?:\w+\.)?(\w+ \(.*?\.py)\)", line[begin:]) for line in lines]
+        own = [each.replace("_kernels/", "").rstrip(")") for each in reversed(stack)]
+        assert [*own, "start (triton/launch.py"] == [each[1] for each in way if each]
 
 
 class Kernel:
