@@ -82,6 +82,7 @@ struct BackwardRows {
   virtual double tau(int64_t row) const = 0;
   virtual Threshold threshold(int64_t row) const = 0;
   virtual void* grad_x(int64_t row) const = 0;  // of x's dtype
+  virtual bool keeps_numbers() const = 0;       // whether put() does anything
   virtual void put(int64_t row, double grad_k, double grad_tau) const = 0;
 
  protected:

@@ -87,6 +87,7 @@ struct GradientRows : Interface {
   double tau(int64_t row) const override { return taus(row); }
   Threshold threshold(int64_t row) const override { return {his(row), los(row)}; }
   void* grad_x(int64_t row) const override { return results(row); }
+  bool keeps_numbers() const override { return dk != nullptr || dtau != nullptr; }
   void put(int64_t row, double grad_k, double grad_tau) const override {
     if (dk != nullptr) dk[row] = grad_k;
     if (dtau != nullptr) dtau[row] = grad_tau;

@@ -59,6 +59,9 @@ class LanePasses : public Tile {
 
   struct Sums {
     VecF miss, S1{}, S2{}, S3{}, S4{}, S5{};  // by how much the sum of a y misses, and sums as in RowSums
+    // With sums_tails_: the number of entries above the median, the sums of 1 - F over these and of F over
+    // the others, and that of f over those above.
+    VecF m{}, above{}, below{}, f_above{};
   };
 
   template <class Spec>
@@ -71,6 +74,9 @@ class LanePasses : public Tile {
   // The sums at hi + lo. It stores the odds or, under compact support, y.
   Sums evaluate() {
     const VecF hi = hi_;
+    if constexpr (C::full_support && !Terms::weighted) {
+      if (sums_tails_) return evaluate_tails();
+    }
     if constexpr (C::value_from_odds) {
       const VecF scale = scale_ * static_cast<float>(kLog2E), lo = lo_ * scale;
       return sum_values([=](int i, VecF a) {
@@ -108,6 +114,9 @@ class LanePasses : public Tile {
   // The sums at t, from the odds that were stored at t - h tau.
   Sums shift(VecF h) {
     const VecF factor = exp<float>(h);
+    if constexpr (kStores && !Terms::weighted) {
+      if (sums_tails_) return sum_tails([=](int i) { return tail_of_odds(*column(y_, i) * factor); });
+    }
     return sum_values([=](int i, VecF) { return C::from_odds(*column(y_, i) * factor); });
   }
 
@@ -121,19 +130,97 @@ class LanePasses : public Tile {
   // Under compact support a few costs may be undecided, or none, beside many that are paid in full.
   using BlockSums = std::conditional_t<C::full_support || !Terms::weighted, ExactBlockSum, PairSum<float>>;
 
+  // Whether passes over counts sum the tails on both sides apart. Then small sums keep their digits: those of
+  // y lose them where f is small beside them.
+  bool sums_tails_ = false;
+
+  struct Tail {
+    VecF z;  // or y
+    IntF above;
+    TailDensity<float> v;
+  };
+
+  KHOT_INLINE Tail tail_at(VecF z) const {
+    const IntF above = z > static_cast<float>(F_.median);
+    return {z, above, F_.template split<float>(z, above)};
+  }
+
+  static KHOT_INLINE Tail tail_of_odds(VecF e) {
+    const IntF above = e < 1;
+    if constexpr (std::is_same_v<C, Logistic>) {
+      const VecF y = C::from_odds(e), tail = above ? e * y : y;
+      return {y, above, {tail, tail - tail * tail}};
+    } else {
+      VecF rest;
+      const VecF y = C::from_odds(e, rest), tail = above ? rest : y;
+      return {VecF{}, above, {tail, tail}};
+    }
+  }
+
+  KHOT_APART Sums evaluate_tails() {
+    const VecF hi = hi_;
+    if constexpr (kStores) {
+      const VecF scale = scale_ * static_cast<float>(kLog2E), lo = lo_ * scale;
+      return sum_tails([=](int i) {
+        const VecF e = exp2_held((hi - *column(x_, i)) * scale + lo);
+        *column(y_, i) = e;
+        return tail_of_odds(e);
+      });
+    } else {
+      const VecF scale = scale_, lo = lo_ * scale;
+      return sum_tails([=, this](int i) { return tail_at((*column(x_, i) - hi) * scale - lo); });
+    }
+  }
+
+  template <class At>
+  KHOT_INLINE Sums sum_tails(At at) {
+    IntF m{};
+    Sums s{VecF{}};
+    BlockSums rest;
+    auto sums = derivative_sums<C, Terms>(F_);
+    for (int i = 0; i < n_; ++i) {
+      const Tail t = at(i);
+      m -= t.above;
+      s.above += t.above ? t.v.tail : VecF{};
+      s.below += t.above ? VecF{} : t.v.tail;
+      s.f_above += t.above ? t.v.density : VecF{};
+      rest.add(t.above ? -t.v.tail : t.v.tail, i);
+      if constexpr (std::is_same_v<C, Logistic>) {
+        sums.add(t.v.density, t.z, splat(1.0f));
+      } else {
+        sums.add(t.z, t.above, t.v, splat(1.0f));
+      }
+    }
+    sums.put(s, [](VecF v) { return v; });
+    s.m = __builtin_convertvector(m, VecF);
+    s.miss = missing(s.m - static_cast<float>(n_) * one_, rest);
+    return s;
+  }
+
   // Leaves y where it is expected, and returns by how much the sum of a y misses.
   VecF finish(VecF moved) {
     if constexpr (kStores) {
       const VecF factor = exp<float>(moved);
-      return write_values([=](int i, VecF) {
-        const VecF e = *column(y_, i);
-        return e < kNever ? C::from_odds(e * factor) : VecF{};
-      });
+      const auto write_by = [&](auto value) {
+        return write_values([=](int i, VecF) {
+          const VecF e = *column(y_, i);
+          return e < kNever ? value(e * factor) : VecF{};
+        });
+      };
+      if (sums_tails_) return write_by([](VecF e) { return rounded_value<C>(e); });
+      return write_by([](VecF e) { return C::from_odds(e); });
     }
     return write();
   }
 
   VecF write() {
+    if constexpr (kStores && !Terms::weighted) {
+      const VecF scale = scale_ * static_cast<float>(kLog2E), hi = hi_, lo = lo_ * scale;
+      return write_values([=](int i, VecF) {
+        const VecF e = exp2_held((hi - *column(x_, i)) * scale + lo);
+        return e < kNever ? rounded_value<C>(e) : VecF{};
+      });
+    }
     const VecF scale = scale_, hi = hi_, lo = lo_ * scale;
     const C F = F_;
     return write_values([=](int i, VecF a) {

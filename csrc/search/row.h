@@ -39,6 +39,14 @@ struct CostRowSums : RowSums {
   }
 };
 
+// y from the odds against it, with no larger error near 1 than that of rounding it.
+template <class C>
+KHOT_INLINE VecF rounded_value(VecF e) {
+  const VecF y = C::from_odds(e);
+  if constexpr (std::is_same_v<C, Logistic>) return e < 1 ? 1 - e * y : y;
+  return y;
+}
+
 template <class C, class Terms>
 class RowPasses {
  public:
@@ -178,6 +186,14 @@ class RowPasses {
     const float lo = static_cast<float>(((t.hi - top) + t.lo) / tau_);
     const VecF hi = splat(top);
     const C F = F_;
+    if constexpr (kStores && !Terms::weighted) {
+      const float per = static_cast<float>(kLog2E / tau_);
+      const float rest = static_cast<float>(((t.hi - top) + t.lo) * (kLog2E / tau_));
+      return write_values(x_, -kInf<float>, [=](VecF x, VecF) {
+        const VecF e = exp2_held((hi - x) * per + rest);
+        return e < kNever ? rounded_value<C>(e) : VecF{};
+      });
+    }
     return write_values(x_, -kInf<float>, [=](VecF x, VecF a) {
       return F.template value<float>(offset<Terms>(x, hi, a) * scale - lo * u<Terms>(a));
     });

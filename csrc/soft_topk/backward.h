@@ -5,16 +5,18 @@
 
 #include "soft_topk/apply.h"
 #include "soft_topk/backward_careful.h"
+#include "soft_topk/backward_decided.h"
 #include "soft_topk/backward_lanes.h"
 #include "soft_topk/backward_ordinary.h"
 
 namespace khot::KHOT_ISA {
 
 // One row: in float where that carries it, then in double, and with weights relative to the largest density
-// where the densities are too small for either, and for log y of the normal CDF and compact support.
+// where the densities are too small for either, and for log y of the normal CDF and compact support. Numbers
+// that are not asked for may be left out.
 template <class C>
 void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, const Row& grad, double grad_lo,
-                  double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
+                  double tau, Threshold t, void* grad_x, bool asked, double& grad_k, double& grad_tau) {
   grad_k = grad_tau = 0;
   if (!(std::fabs(t.hi) < kHuge)) {  // nothing is selected, or everything, or the row is bad
     const double value = std::isnan(t.hi) ? kNan : 0;
@@ -50,6 +52,12 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
       return fill_constant<float>(spec, grad_x, x.dtype, x, 0, 0, 0);
     }
   }
+  if constexpr (C::full_support) {
+    if (fast && !threshold && grad_lo == 0 && std::fabs(t.hi) < 1e38 &&
+        DecidedRow<C>(spec, F, x, v, tau, t).write(grad_x, asked, grad_k, grad_tau)) {
+      return;
+    }
+  }
   if (in_double && done(ScoreDensity<double, C>(F, t, tau), x)) return;
   backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
@@ -61,7 +69,7 @@ inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, 
     auto one = [&](int64_t i) {
       double grad_k, grad_tau;
       backward_row(spec, F, rows.x(i), rows.y(i), rows.grad(i), rows.grad_lo(i), rows.tau(i),
-                   rows.threshold(i), rows.grad_x(i), grad_k, grad_tau);
+                   rows.threshold(i), rows.grad_x(i), rows.keeps_numbers(), grad_k, grad_tau);
       rows.put(i, grad_k, grad_tau);
     };
     const bool suits =

@@ -5,8 +5,10 @@
 // passes.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
+#include "soft_topk/backward_decided.h"
 #include "soft_topk/densities.h"
 
 namespace khot::KHOT_ISA {
@@ -16,15 +18,25 @@ class LaneBackward {
  public:
   static constexpr int width = kWidth<float>;
 
-  LaneBackward(const Spec& spec, const C& F) : F_(F), n_(static_cast<int>(spec.n)), output_(spec.output) {}
+  LaneBackward(const Spec& spec, const C& F)
+      : spec_(spec), F_(F), n_(static_cast<int>(spec.n)), output_(spec.output) {}
 
   // Writes the gradients of the rows first, ..., first + width - 1. done[i] says whether those of row first +
-  // i are written; float does not carry the others.
+  // i are written; float does not carry the others. What served the rows before is tried first.
   void run(const BackwardRows& rows, int64_t first, bool* done) {
     const FlushSubnormals flush;
+    if constexpr (C::full_support) {
+      if (decided_ && output_ == Output::kValue) {
+        std::fill_n(done, width, false);
+        if (write_decided(rows, first, done) == width) return;
+        decided_ = false;
+      }
+    }
     if constexpr (C::density_from_value) {
-      if (output_ == Output::kValue && rows.y(first).data != nullptr) {
-        return run<ValueDensity<C>>(rows, first, done, [&](int64_t row) { return rows.y(row); });
+      if (output_ == Output::kValue && rows.y(first).data != nullptr && !by_scores_) {
+        run<ValueDensity<C>>(rows, first, done, [&](int64_t row) { return rows.y(row); });
+        by_scores_ = 4 * std::count(done, done + width, false) > width;
+        if (!by_scores_) return;
       }
     }
     const auto scores = [&](int64_t row) { return rows.x(row); };
@@ -32,6 +44,9 @@ class LaneBackward {
       if (output_ == Output::kLog) return run<LogDensity<float, C>>(rows, first, done, scores);
     }
     run<ScoreDensity<float, C>>(rows, first, done, scores);
+    if constexpr (C::full_support) {
+      if (output_ == Output::kValue) decided_ = write_decided(rows, first, done) == width;
+    }
   }
 
  private:
@@ -87,9 +102,30 @@ class LaneBackward {
     }
   }
 
+  // Those of the rows that are not done, as far as all their entries are decided; how many these are.
+  int write_decided(const BackwardRows& rows, int64_t first, bool* done) const {
+    int count = 0;
+    for (int j = 0; j < width; ++j) {
+      const double tau = rows.tau(first + j);
+      const Threshold t = rows.threshold(first + j);
+      const bool fits = std::fabs(t.hi) < 1e38 && tau > 1e-25 && tau < 1e25;
+      if (done[j] || !fits || rows.grad_lo(first + j) != 0) continue;
+      const DecidedRow<C> row(spec_, F_, rows.x(first + j), rows.grad(first + j), tau, t);
+      double grad_k, grad_tau;
+      done[j] = row.write(rows.grad_x(first + j), rows.keeps_numbers(), grad_k, grad_tau);
+      if (!done[j]) continue;
+      rows.put(first + j, grad_k, grad_tau);
+      ++count;
+    }
+    return count;
+  }
+
+  Spec spec_;
   C F_;
   int n_;
   Output output_;
+  bool by_scores_ = false;  // whether y had not the digits for f in the rows before
+  bool decided_ = false;    // whether all entries of these were decided
   alignas(KHOT_VECTOR_BYTES) float kept_[kShortRow * width], grads_[kShortRow * width], x_[kShortRow];
 };
 

@@ -6,16 +6,14 @@
 
 #include "search/lanes.h"
 #include "soft_topk/ordinary.h"
+#include "soft_topk/sharp_lanes.h"
 
 namespace khot::KHOT_ISA {
 
-struct CountTile : LaneTile<Unit> {
-  explicit CountTile(const Spec& spec) : LaneTile<Unit>(spec.n) {}
-};
-
 template <class C>
-class LaneSolver : public LanePasses<C, CountTile> {
-  using Passes = LanePasses<C, CountTile>;
+class LaneSolver : public SharpLanes<C> {
+  using Passes = SharpLanes<C>;
+  using Passes::is_found_, Passes::k_all_, Passes::settled_, Passes::sums_tails_;
   using Passes::n_, Passes::from_, Passes::to_, Passes::goal_, Passes::goal_low_, Passes::one_, Passes::tau_;
   using Passes::scale_, Passes::hi_, Passes::lo_, Passes::x_, Passes::y_, Passes::rows_, Passes::F_;
 
@@ -36,6 +34,10 @@ class LaneSolver : public LanePasses<C, CountTile> {
   void solve(const ForwardRows& rows, int64_t first, Goal& goal, bool* ordinary) {
     gather(rows, first);
     guess(goal);
+    if (is_found_) {
+      give_back_unless_reached(Passes::write_found());
+      return scatter(rows, first, ordinary);
+    }
     const Found<LaneSolver> found = find(*this);
     if (output_ == Output::kThreshold) {  // what is wanted is threshold()
       for (int j = 0; j < width; ++j) ordinary[j] = good[j] != 0;
@@ -52,9 +54,7 @@ class LaneSolver : public LanePasses<C, CountTile> {
       take_middle();
       miss = found.sums.miss;  // y is that of the last pass, as the last step had no length
     }
-    // A row whose y does not have the sum that is asked for is given back.
-    const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + free_ * 0x1p-25f;
-    good &= abs<float>(miss) <= allowed;
+    give_back_unless_reached(miss);
     scatter(rows, first, ordinary);
   }
 
@@ -66,24 +66,34 @@ class LaneSolver : public LanePasses<C, CountTile> {
   // The step in t/tau. Rows that are not ordinary are no longer good and do not move.
   VecF step(const Sums& s) {
     const CountSums<VecF> sums{k_ + s.miss, left_ - s.miss, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5};
-    // these sums have more digits than those that the ratio is for
-    if constexpr (C::value_from_odds) good &= s.S1 * static_cast<float>(3 * C::decided_ratio) > k_;
-    VecF h;
-    if constexpr (C::full_support) {
-      h = refined_step<C, LaneArithmetic>(sums, k_, free_, few_, good);
-    } else {
-      h = held_.step({k_, left_, few_, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {
-        return refined_step<C, LaneArithmetic>(s, k_, free_, few_, good);
-      });
-    }
+    VecF h = step_by(s, sums);
     good &= abs<float>(h) < 50;
     slope_ = slope_after(h, sums);
     return good ? h : VecF{};
   }
 
-  IntF goes_on(VecF h) const { return abs<float>(h) > last_; }
+  IntF goes_on(VecF h) const { return (abs<float>(h) > last_) & ~settled_; }
 
  private:
+  VecF step_by(const Sums& s, const CountSums<VecF>& sums) {
+    if constexpr (C::full_support) {
+      if (sums_tails_) return Passes::sharp_step(s, sums);
+      // these sums have more digits than those that the ratio is for
+      if constexpr (C::value_from_odds) good &= s.S1 * static_cast<float>(3 * C::decided_ratio) > k_;
+      return refined_step<C, LaneArithmetic>(sums, k_, free_, few_, good);
+    } else {
+      return held_.step({k_, left_, few_, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {
+        return refined_step<C, LaneArithmetic>(s, k_, free_, few_, good);
+      });
+    }
+  }
+
+  // A row whose y does not have the sum that is asked for is given back.
+  void give_back_unless_reached(VecF miss) {
+    const VecF allowed = 5e-7f * clamp_below<float>(few_, 1.0f) + free_ * 0x1p-25f;
+    good &= abs<float>(miss) <= allowed;
+  }
+
   void gather(const ForwardRows& rows, int64_t first) {
     khot::KHOT_ISA::gather([&](int j) { return rows.x(first + j); }, n_, rows_, x_);
     from_ = static_cast<const float*>(rows.x(first).data), to_ = static_cast<const float*>(rows.out(first));
@@ -141,19 +151,40 @@ class LaneSolver : public LanePasses<C, CountTile> {
     // Goal::guess in units of tau, in which an ordinary row does not overflow.
     const float noise = static_cast<float>(F_.variance);
     const VecF total = noise + clamp_below<float>(variance * scale_, 0) * scale_;
-    VecF own{}, normal{}, deviation{};
-    for (int j = 0; j < width; ++j) {
-      if (!good[j]) continue;
-      goal.set(k_all_[j], free_[j], F_);
-      own[j] = static_cast<float>(goal.own), normal[j] = static_cast<float>(goal.normal);
-      deviation[j] = std::sqrt(total[j]);
-    }
-    if constexpr (!C::full_support) {
-      held_.start(few_ / deviation);
-    }
+    const VecF deviation = square_root(total);
+    const auto [own, normal] = quantiles(goal);
     const VecF quantile = normal + (own - normal) * (noise / total);
     hi_ = origin + (off - tau_ * (static_cast<float>(F_.mean) + quantile * deviation));
     lo_ = VecF{};
+    if constexpr (!C::full_support) held_.start(few_ / deviation);
+    Passes::forget();
+    if (output_ != Output::kValue) return;
+    // The sum of f is about few/deviation. Where it is small beside k, one of y has not the digits that
+    // matter.
+    if constexpr (C::value_from_odds) sums_tails_ = any(good & (few_ * 12 < k_));
+    const IntF sharp = good & ((total > Passes::kSharp * Passes::kSharp) | (few_ * few_ < 0.02f * total));
+    if (!any(sharp)) return;
+    Passes::start_between(sharp);
+    if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : few_ / deviation);
+  }
+
+  struct Quantiles {
+    VecF own, normal;
+  };
+
+  // Those of the CDF and of the normal distribution at k/n, as in Goal. Of rows that all have another, a few
+  // digits are enough.
+  Quantiles quantiles(Goal& goal) {
+    int first = 0;
+    while (first + 1 < width && !good[first]) ++first;
+    if (!any(good & ((free_ != free_[first]) | (k_ != k_[first])))) {
+      if (good[first]) goal.set(k_all_[first], free_[first], F_);
+      return {splat(static_cast<float>(goal.own)), splat(static_cast<float>(goal.normal))};
+    }
+    const VecF share = clamp_above<float>(k_ / (good ? free_ : splat(1.0f)), 1 - 1e-6f);
+    const VecF odds = share / (1 - share), z = log<float>(clamp_below<float>(odds, 1e-30f));
+    const float deviation = static_cast<float>(std::sqrt(F_.variance));
+    return {(F_.rough_icdf(odds, z) - static_cast<float>(F_.mean)) / deviation, Normal().rough_icdf(odds, z)};
   }
 
   void write_logs() {
@@ -186,7 +217,6 @@ class LaneSolver : public LanePasses<C, CountTile> {
 
   Output output_;
   float last_;
-  double k_all_[width];
   VecF k_{}, free_{}, left_{}, few_{}, slope_{};
   CompactSteps held_;
 };

@@ -112,6 +112,11 @@ class OrdinarySolver : public RowPasses<C, Unit> {
            5e-7 * std::max(1.0, few_) + std::min(static_cast<double>(n_) * 0x1p-25, k_ * 0x1p-23);
   }
 
+  struct Moments {
+    double first = 0, second = 0;
+    void operator+=(const Moments& o) { first += o.first, second += o.second; }
+  };
+
   double from_moments(Goal& goal) {
     double k = k_, count = static_cast<double>(n_), mean, variance;
     if (!moments(mean, variance)) {
@@ -126,11 +131,7 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     return goal.guess(mean, variance, tau_, F_);
   }
 
-  struct Moments {
-    double first = 0, second = 0;
-    void operator+=(const Moments& o) { first += o.first, second += o.second; }
-  };
-
+ public:
   // Returns false where an entry is not finite.
   bool moments(double& mean, double& variance) const {
     float start = 0;
@@ -151,6 +152,7 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     return std::fabs(sums.first) + sums.second < kInfinity;
   }
 
+ private:
   // The threshold of a sample; NaN where it does not tell enough.
   double from_sample(Goal& goal) {
     float sample[kSampleMax];

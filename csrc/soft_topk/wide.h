@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "selection/kth_largest.h"
+#include "selection/rank_by_counts.h"
 #include "soft_topk/careful.h"
 #include "soft_topk/ordinary.h"
 
@@ -60,8 +61,10 @@ class WideSolver {
     const double rank = std::ceil(k), off = rank == k ? 1 : std::min(rank - k, k - (rank - 1));
     const double far = 2 * std::log(static_cast<double>(n_) / off) + 32, reach = tau_ * C::tail_reach(far);
     Remainder rest;
-    with_order(row_.dtype, out,
-               [&](auto order, auto* scratch) { rest = reduced(order, row_, n_, k, reach, scratch); });
+    if (!reduced_by_counts(k, reach, out, rest)) {
+      with_order(row_.dtype, out,
+                 [&](auto order, auto* scratch) { rest = reduced(order, row_, n_, k, reach, scratch); });
+    }
     if (rest.n == 0) return false;
     OrdinarySolver<C> whole(row_, n_, tau_, F_, inside_), part(rest.row, rest.n, tau_, F_, inside_);
     const double guess = 0.5 * rest.cut.last + 0.5 * rest.cut.next - tau_ * F_.median;
@@ -79,6 +82,29 @@ class WideSolver {
   }
 
  private:
+  // The same where a few counts lead to the entries; not for infinite scores, nor near the ends.
+  bool reduced_by_counts(double k, double reach, void* scratch, Remainder& rest) const {
+    const double n = static_cast<double>(n_);
+    const bool suits = row_.dtype == Dtype::kFloat && row_.step == 1 && n_ >= 64 && n_ <= 1 << 15;
+    if (!suits || scratch == nullptr || !(k > 1 && k < n - 1)) return false;
+    double mean, variance;
+    if (!OrdinarySolver<C>(row_, n_, tau_, F_, inside_).moments(mean, variance)) return false;
+    const int rank = static_cast<int>(std::ceil(k));
+    RankByCounts around(static_cast<const float*>(row_.data), static_cast<int>(n_), rank);
+    Cut cut;
+    if (!around.bracket(mean, std::sqrt(variance))) return false;
+    const int kept = around.keep(reach, static_cast<float*>(scratch));
+    if (!around.neighbours(cut.last, cut.next)) return false;
+    if (rank > k) cut.next = cut.last;
+    const double few = std::min(k, n - k);
+    if (kept > n_ / 4) {
+      rest = {row_, n_, k, few, cut};
+    } else {
+      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, cut};
+    }
+    return true;
+  }
+
   Row row_;
   int64_t n_;
   double tau_;

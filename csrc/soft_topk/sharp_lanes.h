@@ -1,0 +1,253 @@
+// Short rows whose scores spread far beyond tau, one row per lane: what of the lane solver is for them.
+//
+// The threshold lies near the entries of rank r = ceil(k) and r + 1. Those beside them are sorted out
+// (selection/rank_lanes.h), and often they are all that is undecided: then the search goes on among them
+// alone, and y is written once. Otherwise it starts at what they tell, and takes passes over the rows.
+//
+// With P the sum of F over the entries that are to be left out, and Q that of 1 - F over those that are to be
+// chosen, the count misses k by P - Q. Far from all entries, both fall and rise like exponentials of t; so
+// the steps are those of Newton's method for log P/Q, and t is right relatively beside tails, however small
+// they are: on it depends which entries have a share of the gradients.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "search/lanes.h"
+#include "selection/rank_lanes.h"
+#include "soft_topk/ordinary.h"
+
+namespace khot::KHOT_ISA {
+
+struct CountTile : LaneTile<Unit> {
+  explicit CountTile(const Spec& spec) : LaneTile<Unit>(spec.n) {}
+};
+
+template <class C>
+class SharpLanes : public LanePasses<C, CountTile> {
+  using Passes = LanePasses<C, CountTile>;
+
+ public:
+  using Passes::good, Passes::width;
+  using typename Passes::Sums;
+
+ protected:
+  using Passes::F_, Passes::goal_, Passes::goal_low_, Passes::hi_, Passes::lo_, Passes::n_, Passes::one_;
+  using Passes::rows_, Passes::scale_, Passes::sums_tails_, Passes::tau_, Passes::to_, Passes::x_, Passes::y_;
+  using typename Passes::Tail;
+
+  // From here on a row is sharp: standard deviations of its scores, in tau.
+  static constexpr float kSharp = C::full_support ? 13 : 2.5f;
+
+  SharpLanes(const Spec& spec, const C& F) : Passes(spec, F) {}
+
+  void forget() { sums_tails_ = is_found_ = is_hard_ = false, settled_ = IntF{}; }
+
+  // Starts these rows between their entries of rank r and r + 1, or where that of rank r has the share that k
+  // leaves it.
+  KHOT_APART void start_between(IntF sharp) {
+    int ranks[width], low = n_, high = 1;
+    const int first = first_good();
+    for (int j = 0; j < width; ++j) {  // rows that are not good may have any
+      ranks[j] = rank(k_all_[good[j] ? j : first]);
+      low = std::min(low, ranks[j]), high = std::max(high, ranks[j]);
+    }
+    const RankLanes sorted(x_, n_, low - kWindow + 1, high + kWindow, y_, rows_);
+    Beside beside;
+#pragma GCC unroll 8
+    for (int i = 0; i < kWindow; ++i) {
+      beside.up[i] = low == high ? sorted.at(low - i) : sorted.at(ranks, -i);
+      beside.down[i] = low == high ? sorted.at(low + 1 + i) : sorted.at(ranks, 1 + i);
+    }
+    VecF z = splat(static_cast<float>(F_.median));  // of the entry of rank r
+    for (int j = 0; j < width; ++j) {
+      const double left = ranks[j] - k_all_[j];
+      beside.left[j] = static_cast<float>(left);
+      if (sharp[j] && left > 0) z[j] = static_cast<float>(F_.icdf(1 - left));
+    }
+    place(sharp, beside, z);
+    last_ = beside.up[0], next_ = beside.down[0];
+    if constexpr (C::full_support) {
+      sums_tails_ = true;
+      search_beside(sharp, beside);
+    }
+  }
+
+  // y of rows that are found, and by how much its sum misses.
+  VecF write_found() { return is_hard_ ? write_hard() : Passes::write(); }
+
+  // The step in t/tau of rows whose passes sum the tails on both sides.
+  KHOT_APART VecF sharp_step(const Sums& s, const CountSums<VecF>& sums) {
+    const VecF extra = (s.m - static_cast<float>(n_) * one_ - goal_) - goal_low_;  // entries above, less k
+    const VecF P = clamp_below<float>(s.below + clamp_below<float>(extra, 0), 1e-37f);
+    const VecF Q = clamp_below<float>(s.above + clamp_below<float>(-extra, 0), 1e-37f);
+    const IntF still = (s.miss == 0) | ((P < kNothing) & (Q < kNothing));
+    const VecF safe_P = still ? splat(1.0f) : P, safe_Q = still ? splat(1.0f) : Q;
+    const VecF slope = s.f_above / safe_Q + clamp_below<float>(s.S1 - s.f_above, 0) / safe_P;
+    const VecF far = log<float>(safe_P / safe_Q) / clamp_below<float>(slope, 1e-3f);
+    const VecF near = s.miss / clamp_below<float>(s.S1, 1e-30f);
+    const IntF is_near = abs<float>(near) < 0.5f;
+    VecF h = is_near ? refined(is_near ? near : VecF{}, sums) : far;
+    const VecF size = abs<float>(far);
+    IntF settled = (extra == 0) & (missed_after(P, Q, size, ~IntF{}) < 2e-7f);
+    if constexpr (!C::value_from_odds) settled &= size < 1e-4f;
+    if constexpr (std::is_same_v<C, Laplace>) {  // whose logarithm is straight between entries
+      const VecF to_last = (hi_ - last_) + (lo_ + far * tau_), to_next = (hi_ - next_) + (lo_ + far * tau_);
+      settled |= (extra == 0) & (to_last < 0) & (to_next > 0);
+    }
+    h = still ? VecF{} : settled ? far : h;
+    settled_ = settled | still;
+    return h;
+  }
+
+  double k_all_[width];
+  bool is_found_ = false;  // whether t of all rows is
+  IntF settled_{};         // rows that need no further pass
+
+ private:
+  static constexpr int kWindow = 8;
+  static constexpr float kNothing = 1e-35f;  // below, tails are not told from each other
+
+  // Entries in descending order: those from rank r up, and those from rank r + 1 down; and r - k.
+  struct Beside {
+    VecF up[kWindow], down[kWindow], left;
+  };
+
+  int rank(double k) const { return std::min(n_, static_cast<int>(std::ceil(k))); }
+
+  int first_good() const {
+    int j = 0;
+    while (j + 1 < width && !good[j]) ++j;
+    return j;
+  }
+
+  KHOT_INLINE VecF z_of(VecF x) const { return (x - hi_) * scale_ - lo_ * scale_; }
+
+  // What is left of the miss after a step of this size. Beside the share that a broken k leaves, tails are no
+  // exponentials.
+  static KHOT_INLINE VecF missed_after(VecF P, VecF Q, VecF size, IntF whole) {
+    const VecF larger = P > Q ? P : Q;
+    return (C::value_from_odds ? (whole ? larger : splat(1.0f)) * larger : larger) * size * size;
+  }
+
+  // t in the middle of the gap where k is whole, and otherwise where the last entry has this z. The middle is
+  // exact, because far from both entries its last digits decide which of them counts.
+  void place(IntF sharp, const Beside& beside, VecF z) {
+    const VecF last = beside.up[0], next = beside.down[0] > -kInf<float> ? beside.down[0] : last;
+    const IntF whole = beside.left == 0;
+    const VecF gap = next - last, back = gap + last, lost = (next - back) - (last - (back - gap));
+    const VecF move = (whole ? 0.5f * gap : VecF{}) - z * tau_, hi = last + move, part = hi - last;
+    const VecF lo = ((last - (hi - part)) + (move - part)) + (whole ? 0.5f * lost : VecF{});
+    hi_ = sharp ? hi : hi_, lo_ = sharp ? lo : lo_;
+  }
+
+  // The search among the entries beside the threshold. They are all that counts where the farthest of them
+  // lie so far away that the others together have less than float's digits, also beside the tails of the
+  // nearest.
+  KHOT_APART void search_beside(IntF sharp, const Beside& beside) {
+    const VecF first_up = z_of(beside.up[0]), first_down = -z_of(beside.down[0]);
+    const float far = static_cast<float>(C::tail_reach(24));
+    IntF covered{};
+    int size = 1;
+    for (;; size *= 2) {
+      const VecF up = z_of(beside.up[size - 1]), down = -z_of(beside.down[size - 1]);
+      IntF apart;
+      if constexpr (C::value_from_odds) {
+        apart = (up > first_up + 18) & (down > first_down + 18);
+      } else {
+        apart = (up * up > first_up * first_up + 36) & (down * down > first_down * first_down + 36);
+      }
+      covered = ((up > far) & (down > far) & apart) | ~good;
+      if (size == kWindow || !any(~covered)) break;
+    }
+    const bool all_covered = !any(~covered);
+    if (!all_covered) size = 4;  // passes will follow
+    const IntF hard = (beside.left == 0) & (first_up > kDeep) & (first_down > kDeep);
+    const IntF settled = step_beside(sharp, beside, hard | ~good, size, all_covered);
+    is_found_ = !any(~(covered & settled)) && !any(good & ~sharp);
+    is_hard_ = is_found_ && !any(good & ~hard);
+    // where y is 0 or 1, t still depends on how many entries lie at the ends of the gap
+    const IntF crowded =
+        ((beside.up[1] - beside.up[0]) * scale_ < 17) | ((beside.down[0] - beside.down[1]) * scale_ < 17);
+    if (any(good & hard & crowded)) weigh_ends(hard, beside);
+  }
+
+  // Beyond, F and 1 - F are nothing in float.
+  static constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;
+
+  // Steps among so many entries on each side; which rows are settled then.
+  IntF step_beside(IntF sharp, const Beside& beside, IntF settled, int size, bool to_the_end) {
+    if (!any(~settled)) return settled;
+    VecF odds[2 * kWindow];
+    if constexpr (C::value_from_odds) {
+      for (int i = 0; i < size; ++i) {
+        odds[i] = exp2_held(z_of(beside.up[i]) * static_cast<float>(-kLog2E));
+        odds[kWindow + i] = exp2_held(z_of(beside.down[i]) * static_cast<float>(-kLog2E));
+      }
+    }
+    VecF moved{};
+    for (int trial = 0; trial < 4; ++trial) {
+      VecF P = beside.left, Q{}, f_P{}, f_Q{};
+      const VecF factor = C::value_from_odds ? exp<float>(moved) : VecF{};
+      for (int i = 0; i < size; ++i) {
+        Tail up, down;
+        if constexpr (C::value_from_odds) {
+          up = Passes::tail_of_odds(odds[i] * factor);
+          down = Passes::tail_of_odds(odds[kWindow + i] * factor);
+        } else {
+          up = this->tail_at(z_of(beside.up[i]) - moved);
+          down = this->tail_at(z_of(beside.down[i]) - moved);
+        }
+        Q += up.above ? up.v.tail : 1 - up.v.tail, P += down.above ? 1 - down.v.tail : down.v.tail;
+        f_Q += up.v.density, f_P += down.v.density;
+      }
+      const IntF known = (P > kNothing) & (Q > kNothing) & ~settled;
+      const VecF safe_P = known ? P : splat(1.0f), safe_Q = known ? Q : splat(1.0f);
+      VecF h = known ? log<float>(safe_P / safe_Q) / (f_Q / safe_Q + f_P / safe_P) : VecF{};
+      h = abs<float>(h) < 8 ? h : VecF{};
+      moved += h;
+      // a normal tail bends, and t has to be right beside it however small it is
+      const IntF close =
+          C::value_from_odds ? missed_after(P, Q, abs<float>(h), beside.left == 0) < 1e-7f : IntF{};
+      settled |= known & (close | (abs<float>(h) < 1e-4f));
+      if (!any(~settled)) break;
+      if (!to_the_end && !any(~settled & (abs<float>(h) > 0.2f))) break;
+    }
+    Passes::move(sharp ? moved : VecF{});
+    return settled;
+  }
+
+  // Moves t of rows in a gap to where the tails of both ends weigh the same. Rows are given back where more
+  // entries than these may be near, or where a normal tail is not an exponential.
+  KHOT_APART void weigh_ends(IntF hard, const Beside& beside) {
+    VecF A = splat(1.0f), B = splat(1.0f);
+    const VecF half = 0.5f * (beside.up[0] - beside.down[0]) * scale_;
+    for (int i = 1; i < kWindow; ++i) {
+      const VecF a = (beside.up[i] - beside.up[0]) * scale_, b = (beside.down[0] - beside.down[i]) * scale_;
+      const VecF far_a = C::value_from_odds ? a : (half + 0.5f * a) * a;
+      const VecF far_b = C::value_from_odds ? b : (half + 0.5f * b) * b;
+      A += exp2_held(far_a * static_cast<float>(-kLog2E)),
+          B += exp2_held(far_b * static_cast<float>(-kLog2E));
+    }
+    const IntF many = ((beside.up[kWindow - 1] - beside.up[0]) * scale_ < 18) |
+                      ((beside.down[0] - beside.down[kWindow - 1]) * scale_ < 18);
+    const IntF bends = C::value_from_odds ? IntF{} : (A > 1.0001f) | (B > 1.0001f);
+    good &= ~(hard & (many | bends));
+    const VecF slope = C::value_from_odds ? splat(2.0f) : 2 * half;
+    Passes::move(good & hard ? log<float>(B / A) / slope : VecF{});
+  }
+
+  VecF write_hard() {
+    for (int i = 0; i < n_; ++i) {
+      fetch_ahead<true>(to_, (n_ + i) * width);
+      *column(y_, i) = *column(x_, i) >= last_ ? splat(1.0f) : VecF{};
+    }
+    return VecF{};
+  }
+
+  bool is_hard_ = false;  // whether all y are 0 or 1
+  VecF last_{}, next_{};  // the entries of rank r and r + 1
+};
+
+}  // namespace khot::KHOT_ISA
