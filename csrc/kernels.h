@@ -222,6 +222,8 @@ struct Kernels {
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
   void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);
+  // Of so many entries those that may be selected, and -inf in the place of the others.
+  void (*selectable)(Dtype dtype, const void* x, const bool* mask, int64_t count, void* out);
   void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t begin, int64_t end);
   // The m entries of one row of the places k, which count from 1 for the largest. out has the row's dtype.
   void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);

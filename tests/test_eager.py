@@ -230,6 +230,80 @@ def test_rows_that_do_not_lie_in_order(output: str, cdf: Any) -> None:
         torch.testing.assert_close(second, other)
 
 
+MASKS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "none": lambda x: None,
+    "each entry": lambda x: scores(*x.shape, seed=2) > -0.6,
+    "one row": lambda x: scores(x.shape[-1], seed=2) > -0.6,
+    "all": lambda x: torch.ones(x.shape, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_masked_and_hard_calls_are_those_of_the_ordinary_way(
+    cdf: Any, dtype: torch.dtype, mask: str, hard: bool
+) -> None:
+    """Values, gradients, also of many at once, and second derivatives; with a k that some rows have not."""
+    for x in (scores(33, 16), scores(3, 2, 9), scores(40), scores(2, 300)):
+        leaf, given = x.to(dtype).requires_grad_(), MASKS[mask](x)
+        grad = scores(*x.shape, seed=1).to(dtype)
+
+        def run(leaf: Tensor = leaf, given: Tensor | None = given, grad: Tensor = grad) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                y = khot.soft_topk(leaf, 2.5, tau=0.7, cdf=cdf, mask=given, hard=hard)
+            z = khot.soft_topk(leaf, 2.5, tau=0.7, cdf=cdf, mask=given, hard=hard)
+            return y, z.detach(), *torch.autograd.grad(z, leaf, grad)
+
+        def more(
+            leaf: Tensor = leaf, given: Tensor | None = given, grad: Tensor = grad
+        ) -> tuple[Tensor, ...]:
+            z = khot.soft_topk(leaf, 2.5, tau=0.7, cdf=cdf, mask=given, hard=hard)
+            (each,) = torch.autograd.grad(
+                z, leaf, torch.stack([grad, grad.flip(-1)]), is_grads_batched=True, retain_graph=True
+            )
+            (dx,) = torch.autograd.grad(z, leaf, grad, create_graph=True)
+            return each, dx.detach(), *torch.autograd.grad(dx.square().sum(), leaf)
+
+        with answers("hard_topk" if hard else "soft_topk") as answered:
+            here, here_more = run(), more()
+        assert answered == [True] * 3
+        with ordinary():
+            there, there_more = run(), more()
+        assert all(same(a, b) for a, b in zip(here, there, strict=True))
+        for a, b in zip(here_more, there_more, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_masked_calls_raise_the_errors_of_the_ordinary_way(hard: bool) -> None:
+    x = scores(4, 9)
+    spoiled = x.clone()
+    spoiled[2, 3] = math.nan
+    few = torch.ones(4, 9, dtype=torch.bool)
+    few[1, 2:] = False
+    call = partial(khot.soft_topk, hard=hard)
+    for run in (
+        lambda: call(x, 3, mask=few),
+        lambda: call(spoiled, 3, mask=few.logical_not()),
+        lambda: call(x, 3, mask=few.float()),
+        lambda: call(x, 3, mask=few[:, :5]),
+        lambda: call(x, 10),
+    ):
+        here, there = both(run)
+        assert isinstance(here, tuple) and here == there
+    hidden = few.clone()
+    hidden[2, 3] = False
+    assert same(*both(lambda: call(spoiled, 2, mask=hidden)))  # what is masked may be anything
+    assert same(*both(lambda: call(spoiled, 2))) and call(spoiled, 2)[2].isnan().all()
+    leaf, mask = x.clone().requires_grad_(), few.clone()
+    y = call(leaf, 2, mask=mask)
+    mask.logical_not_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_hard_masks_of_rows_that_do_not_lie_in_order() -> None:
     x = scores(9, 4)
     with answers("topk_mask") as answered:
@@ -289,7 +363,8 @@ def test_what_is_not_plain_takes_the_ordinary_way() -> None:
         khot.soft_topk(x.to("meta"), 2)
         khot.soft_topk(x.as_subclass(Own), 2)
         khot.soft_topk(torch.randn(2, 9, dtype=torch.complex64).conj().imag, 2)  # with the negative bit
-        khot.soft_topk(x, 2, mask=x > -9)
+        khot.soft_topk(x, 2, mask=(x > -9).mT.contiguous().mT)
+        khot.soft_topk(x, 2, mask=(x > -9)[:, :1].expand_as(x))
         khot.soft_topk(x, 2, largest=False)
         khot.soft_topk(x, 2, cdf=khot.cdfs.Power(1.5))
         khot.soft_topk(x, torch.tensor(2.0, requires_grad=True))

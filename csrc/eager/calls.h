@@ -15,6 +15,7 @@ namespace khot {
 
 // thresholds.cpp
 KHOT_CALL(soft_topk);
+KHOT_CALL(hard_topk);
 KHOT_CALL(soft_count);
 KHOT_CALL(inverse_soft_count);
 // cpu_calls.cpp

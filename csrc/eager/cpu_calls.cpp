@@ -83,25 +83,7 @@ PyObject* topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-namespace {
-
 // ---------------------------------------------------------------------------------- the hard mask
-
-// Whether a row has no result: then all of it is NaN.
-bool starts_with_nan(const char* row, Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kFloat:
-      return std::isnan(*reinterpret_cast<const float*>(row));
-    case Dtype::kDouble:
-      return std::isnan(*reinterpret_cast<const double*>(row));
-    case Dtype::kHalf:
-      return std::isnan(static_cast<float>(*reinterpret_cast<const at::Half*>(row)));
-    default:
-      return std::isnan(static_cast<float>(*reinterpret_cast<const at::BFloat16*>(row)));
-  }
-}
-
-}  // namespace
 
 // topk_mask(input, k, dim, largest, mask, group)
 PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -121,9 +103,7 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const HardRows rows(scores, Same{*k}, scores.results_in(y.mutable_data_ptr()));
   const int64_t n = x.size(-1), count_of_rows = x.numel() / n;
   served->kernels.topk_mask(rows, n, 0, count_of_rows);
-  for (int64_t row = 0; row < count_of_rows; ++row) {
-    if (starts_with_nan(static_cast<const char*>(rows.out(row)), scores.dtype)) Py_RETURN_NONE;
-  }
+  if (!has_results(y)) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }

@@ -38,6 +38,7 @@ PyMethodDef method(const char* name, PyObject* (*call)(PyObject*, PyObject* cons
 
 PyMethodDef methods[] = {method("serve", serve),
                          method("soft_topk", soft_topk),
+                         method("hard_topk", hard_topk),
                          method("soft_count", soft_count),
                          method("inverse_soft_count", inverse_soft_count),
                          method("topk", topk),

@@ -105,6 +105,29 @@ Tensor per_row(const Tensor& x, const Value& value) {
   return result;
 }
 
+inline bool starts_with_nan(const void* row, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return std::isnan(*static_cast<const float*>(row));
+    case Dtype::kDouble:
+      return std::isnan(*static_cast<const double*>(row));
+    case Dtype::kHalf:
+      return std::isnan(static_cast<float>(*static_cast<const at::Half*>(row)));
+    default:
+      return std::isnan(static_cast<float>(*static_cast<const at::BFloat16*>(row)));
+  }
+}
+
+// Whether every row has a hard mask: a row without one is NaN.
+inline bool has_results(const Tensor& mask) {
+  const char* const first = static_cast<const char*>(mask.const_data_ptr());
+  const int64_t bytes = mask.size(-1) * mask.element_size();
+  for (int64_t at = 0; at < static_cast<int64_t>(mask.nbytes()); at += bytes) {
+    if (starts_with_nan(first + at, *dtype_of(mask))) return false;
+  }
+  return true;
+}
+
 template <class Choice, size_t count>
 const char* name_of(Choice choice, const Named<Choice> (&known)[count]) {
   for (const Named<Choice>& one : known) {

@@ -1,11 +1,15 @@
 // Plain calls on the CPU that search for a threshold or count by one: the soft top-k, the soft count and
 // its inverse.
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <cmath>
+#include <limits>
 #include <optional>
 
 #include "eager/calls.h"
@@ -20,8 +24,51 @@ namespace {
 struct Problem {
   Spec spec;
   double k, tau;
+  Tensor mask;        // of the entries that may be selected, of the sizes of x or of one row; or undefined
+  bool hard = false;  // the result is the hard mask, with the gradient of y
   bool threshold() const { return spec.output == Output::kThreshold; }
 };
+
+// Several rows at a time, on torch's threads.
+template <class Function>
+void each_part(int64_t rows, int64_t n, Function function) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, at::internal::GRAIN_SIZE / n), function);
+}
+
+// The rows without the entries that may not be selected, contiguous.
+Tensor entries_of(const Tensor& x, const Problem& problem) {
+  const Tensor dense = x.contiguous();
+  if (!problem.mask.defined()) return dense;
+  Tensor made = at::empty(x.sizes(), x.options());
+  const int64_t n = problem.spec.n, bytes = x.element_size() * n;
+  const bool* const mask = problem.mask.const_data_ptr<bool>();
+  const bool same = problem.mask.numel() != x.numel();
+  const char* const from = static_cast<const char*>(dense.const_data_ptr());
+  char* const to = static_cast<char*>(made.mutable_data_ptr());
+  const Dtype dtype = *dtype_of(x);
+  each_part(x.numel() / n, n, [&](int64_t begin, int64_t end) {
+    if (!same) {
+      served->kernels.selectable(dtype, from + begin * bytes, mask + begin * n, (end - begin) * n,
+                                 to + begin * bytes);
+      return;
+    }
+    for (int64_t row = begin; row < end; ++row) {
+      served->kernels.selectable(dtype, from + row * bytes, mask, n, to + row * bytes);
+    }
+  });
+  return made;
+}
+
+// The hard mask of contiguous rows.
+Tensor hard_mask(const Tensor& entries, double k) {
+  Tensor made = at::empty(entries.sizes(), entries.options());
+  const Rows scores(entries, *dtype_of(entries));
+  const HardRows rows(scores, Same{k}, scores.results_in(made.mutable_data_ptr()));
+  const int64_t n = entries.size(-1);
+  each_part(entries.numel() / n, n,
+            [&](int64_t begin, int64_t end) { served->kernels.topk_mask(rows, n, begin, end); });
+  return made;
+}
 
 // y, log y or the threshold. It is undefined where a row has no result.
 Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) {
@@ -59,13 +106,16 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     const auto options = x.options().dtype(at::kDouble);
     Tensor hi = at::empty(x.sizes().slice(0, x.dim() - 1), options);
     Tensor lo = at::empty(x.sizes().slice(0, x.dim() - 1), options);
-    Tensor y = khot::forward(x, problem, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
+    const Tensor entries = entries_of(x, problem);
+    Tensor y = khot::forward(entries, problem, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
     *valid = y.defined();
     if (!*valid) y = at::empty({0}, x.options());  // the call is left to the ordinary way
     context->set_materialize_grads(false);
     const bool serves = x.scalar_type() == at::kFloat && density_from_value(problem.spec.cdf) &&
                         problem.spec.output == Output::kValue;
-    context->save_for_backward({x, serves ? y : Tensor(), hi, lo});
+    context->save_for_backward(
+        {x, serves ? y : Tensor(), hi, lo, problem.mask, problem.mask.defined() ? entries : Tensor()});
+    if (*valid && problem.hard) y = hard_mask(entries, problem.k);
     context->saved_data["problem"] =
         std::vector<double>{static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output),
                             problem.k, problem.tau};
@@ -91,13 +141,15 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     if (!direct) {
       const Tensor first = grad.defined() ? grad : at::zeros_like(x);
       const Tensor second = grad_lo.defined() ? grad_lo : at::zeros({}, hi.options());
-      return {vjp(first, second, x, hi, lo, problem), Tensor(), Tensor()};
+      const Tensor never = at::full({}, -std::numeric_limits<double>::infinity(), x.options());
+      const Tensor entries = saved[4].defined() ? at::where(saved[4], x, never) : x;
+      return {vjp(first, second, entries, hi, lo, problem), Tensor(), Tensor()};
     }
     RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
     Tensor result = at::empty(x.sizes(), x.options());
     if (grad.defined()) grad = grad.contiguous();
     if (grad_lo.defined()) grad_lo = grad_lo.contiguous();
-    const Tensor dense = x.contiguous();
+    const Tensor dense = saved[5].defined() ? saved[5] : x.contiguous();
     const Dtype dtype = *dtype_of(x);
     const Rows scores(dense, dtype);
     std::optional<Rows> outputs, incoming;
@@ -121,8 +173,13 @@ Tensor solve(const Tensor& x, const Problem& problem) {
     const Tensor y = SoftTopk::apply(x, problem, &valid)[0];
     return valid ? y : Tensor();
   }
+  const Tensor entries = entries_of(x, problem);
+  if (problem.hard) {
+    const Tensor made = hard_mask(entries, problem.k);
+    return has_results(made) ? made : Tensor();
+  }
   c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
-  return forward(x, problem, threshold.data(), threshold.data() + threshold.size() / 2);
+  return forward(entries, problem, threshold.data(), threshold.data() + threshold.size() / 2);
 }
 
 // ---------------------------------------------------------------------------------- the soft count
@@ -202,11 +259,18 @@ Levelled levelled(PyObject* const* args, Py_ssize_t count) {
 }  // namespace
 
 // soft_topk(input, k, dim, tau, cdf, largest, mask, group, log)
-PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 9, "khot: soft_topk takes 9 arguments");
-  if (PyObject* const there = gpu::call(gpu::kSoftTopk, args)) return there;
-  if (args[5] != Py_True || args[6] != Py_None || args[7] != Py_None) Py_RETURN_NONE;
+namespace {
+
+// A mask that the kernels read: dense, and of the sizes of x or of one row.
+bool suits(const Tensor& mask, const Tensor& x) {
+  const bool of_row =
+      mask.numel() == x.size(-1) && mask.dim() > 0 && mask.dim() <= x.dim() && mask.size(-1) == x.size(-1);
+  return mask.scalar_type() == at::kBool && plain_tensor(mask) && mask.is_contiguous() &&
+         (mask.sizes() == x.sizes() || of_row);
+}
+
+PyObject* on_cpu(PyObject* const* args, bool hard) {
+  if (args[5] != Py_True || args[7] != Py_None) Py_RETURN_NONE;
   const Tensor* const x = rows_of(args[0], args[2], kAny);
   if (x == nullptr) Py_RETURN_NONE;
   const auto k = number(args[1]), tau = number(args[3]);
@@ -214,9 +278,32 @@ PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!k || !tau || !cdf || !(*k > 0 && *k <= x->size(-1)) || !(*tau > 0 && std::isfinite(*tau)))
     Py_RETURN_NONE;
   const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
-  Tensor y = solve(*x, {{*cdf, 0, output, x->size(-1), nullptr}, *k, *tau});
+  Problem problem{{*cdf, 0, output, x->size(-1), nullptr}, *k, *tau, Tensor(), hard};
+  if (args[6] != Py_None) {
+    if (!THPVariable_CheckExact(args[6]) || !suits(THPVariable_Unpack(args[6]), *x)) Py_RETURN_NONE;
+    problem.mask = THPVariable_Unpack(args[6]);
+  }
+  Tensor y = solve(*x, problem);
   if (!y.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
+}
+
+}  // namespace
+
+PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 9, "khot: soft_topk takes 9 arguments");
+  if (PyObject* const there = gpu::call(gpu::kSoftTopk, args)) return there;
+  return on_cpu(args, false);
+  END_HANDLE_TH_ERRORS
+}
+
+// hard_topk(input, k, dim, tau, cdf, largest, mask, group, log): the hard mask with the gradient of the soft
+// one
+PyObject* hard_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 9, "khot: hard_topk takes 9 arguments");
+  return on_cpu(args, true);
   END_HANDLE_TH_ERRORS
 }
 

@@ -19,6 +19,7 @@
 #include "selection/magnitude.h"
 #include "selection/mask.h"
 #include "selection/order_statistics.h"
+#include "selection/selectable.h"
 #include "soft_topk/backward.h"
 #include "soft_topk/choose.h"
 
@@ -26,8 +27,8 @@ namespace khot::KHOT_ISA {
 
 const Kernels& kernels() {
   static constexpr Kernels table{
-      KHOT_NAME, forward,     backward,  budget, budget_backward,  soft_count, soft_count_backward,
-      shares,    assign_rows, topk_mask, topk,   order_statistics, magnitude,  magnitude_backward};
+      KHOT_NAME,   forward,   backward,   budget, budget_backward,  soft_count, soft_count_backward, shares,
+      assign_rows, topk_mask, selectable, topk,   order_statistics, magnitude,  magnitude_backward};
   return table;
 }
 

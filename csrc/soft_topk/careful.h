@@ -78,6 +78,7 @@ class CarefulSolver {
  private:
   // The largest tau for rows whose differences overflow: for smaller ones, they are infinite in tau, too.
   static constexpr double kSteepest = 1e290;
+  static constexpr double kFaint = 1e-290;  // below, a sum of tails lacks those that are no double
   static constexpr double kFar = 1e12;  // in a window of more tau, bins of equal width take too many steps
   static constexpr int kHistograms = 5, kBins = 1024, kEvaluations = 60, kLogEvaluations = 4;
 
@@ -261,7 +262,7 @@ class CarefulSolver {
       const double gap_middle =
           0.5 * (std::min(s.next_above, kHuge / 4) + std::max(s.next_below, -kHuge / 4));
       if constexpr (C::full_support) {
-        if (excess == 0 && (s.tail_above < kTiny || s.tail_below < kTiny)) {
+        if (excess == 0 && (s.tail_above < kFaint || s.tail_below < kFaint)) {
           trial = gap_middle;
           deep = done = true;
         }

@@ -95,12 +95,16 @@ def soft_topk(
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
     if not is_dynamo_compiling():
-        plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
+        call = eager.hard_topk if hard is True else eager.soft_topk
+        plain = call(input, k, dim, tau, cdf, largest, mask, group, False)
         if plain is not None:
-            if hard is False:
-                return plain
-            arguments.check_flags(hard=hard)
-            return topk_mask(input, k, dim) + (plain - plain.detach())
+            if not isinstance(hard, bool):
+                arguments.check_flags(hard=hard)
+            return plain
+        if hard is True:  # on a GPU both are plain calls
+            plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
+            if plain is not None:
+                return topk_mask(input, k, dim, largest=largest, mask=mask) + (plain - plain.detach())
     return _soft(input, k, dim, group, tau, cdf, largest, mask, hard)
 
 

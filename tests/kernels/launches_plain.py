@@ -341,6 +341,20 @@ def test_layers_take_the_same_way(seen: list[recorded.Launch]) -> None:
         assert answered == [True] and same(found, wanted)
 
 
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_hard_calls_choose_among_what_may_be_selected(
+    masked: bool, largest: bool, seen: list[recorded.Launch]
+) -> None:
+    mask = COST > 0.5 if masked else None
+    agrees(
+        lambda x: khot.soft_topk(x, 3, largest=largest, mask=mask, hard=True),
+        scores(6, 32),
+        "soft_topk",
+        False,
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masked_calls_in_every_dtype(dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
     mask, x = COST[0] > 0.3, scores(6, 32, dtype=dtype)

@@ -131,3 +131,18 @@ def test_entries_that_are_equal_at_the_threshold_share_alike(cdf: Any) -> None:
                 y = khot.soft_topk(x, 5, tau=tau, cdf=cdf)
                 share = y[:, 4 : 4 + equal]
                 assert (share == share[:, :1]).all() and (share - 1 / equal).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [3, 17, 255])
+def test_both_ends_of_a_gap_weigh_alike_where_densities_underflow(n: int, dtype: torch.dtype) -> None:
+    """With t in the middle, also where some of the densities are still numbers of float64, and others not."""
+    v = torch.zeros(1, n, dtype=dtype)
+    v[0, -1] = 1
+    for gap in range(1_380, 1_520, 2):
+        x = torch.zeros(1, n, dtype=dtype)
+        x[0, :-1] = torch.linspace(0, 3, n - 1)
+        x[0, -1] = -gap
+        k = torch.tensor([n - 1.0], dtype=torch.float64, requires_grad=True)
+        (dk,) = torch.autograd.grad(khot.soft_topk(x.requires_grad_(), k), k, v)
+        assert abs(dk.item() - 0.5) < 1e-3, gap

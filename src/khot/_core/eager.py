@@ -31,6 +31,7 @@ __all__ = [
     "remember",
     "sample_khot",
     "gated",
+    "hard_topk",
     "selectable",
     "soft_budget",
     "soft_count",
@@ -54,6 +55,8 @@ _Call = Callable[..., Tensor | None]
 
 #: soft_topk(input, k, dim, tau, cdf, largest, mask, group, log), with its gradient
 soft_topk: _Call = _ordinary
+#: hard_topk, with the arguments of soft_topk, on the CPU: the hard mask with the gradient of the soft one
+hard_topk: _Call = _ordinary
 #: soft_count(input, at, dim, tau, cdf), with its gradient, at one level for all rows
 soft_count: _Call = _ordinary
 #: inverse_soft_count(input, count, dim, tau, cdf), with its gradient, for one count for all rows
@@ -127,13 +130,14 @@ def load(kernels: ctypes.CDLL, cdfs: dict[str, type]) -> None:
 
     A call takes a CDF by its name in ``cdfs``, or an object of exactly that class.
     """
-    global soft_topk, soft_count, inverse_soft_count, topk, topk_mask
+    global soft_topk, hard_topk, soft_count, inverse_soft_count, topk, topk_mask
     extension = _extension()
     if extension is None or not hasattr(kernels, "khot_served"):  # built from other sources
         return
     kernels.khot_served.restype = ctypes.c_void_p
     extension.serve(kernels.khot_served(), cdfs)
-    soft_topk, topk, topk_mask = extension.soft_topk, extension.topk, extension.topk_mask
+    soft_topk, hard_topk = extension.soft_topk, extension.hard_topk
+    topk, topk_mask = extension.topk, extension.topk_mask
     soft_count, inverse_soft_count = extension.soft_count, extension.inverse_soft_count
 
 
