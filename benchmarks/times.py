@@ -121,6 +121,55 @@ def budget(run: Run, *shapes: tuple[int, int]) -> Iterator[Table]:
     yield ["shape", "cdf", *head], rows()
 
 
+def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
+    """What the calls that models make cost beside torch.softmax of the same tensor.
+
+    Float32 scores, normal, sd 1, by the logistic CDF at a temperature of 1, unless the row says otherwise.
+    Masks leave 70 % of the entries. Set KHOT_KERNELS=avx2 for the older instruction set.
+    Each cell: forward / forward + backward.
+    """
+
+    def columns(rows: int, n: int, k: int) -> dict[str, str]:
+        x, mask = normal(rows, n), torch.rand(rows, n, generator=generator(1)) < 0.7
+        mask[:, :k] = True
+        each = 1 + torch.rand(rows, generator=generator(2))
+        soft = partial(khot.soft_topk, k=k)
+        softmax = partial(torch.softmax, dim=-1)
+        found: dict[str, tuple[Function, Function, Tensor]] = {"plain": (soft, softmax, x)}
+        for cdf in ("logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3)):
+            for tau in (0.03, 0.01, 1e-3, 1e-6):
+                name = cdf if isinstance(cdf, str) else "Power(4/3)"
+                found[f"{name}, tau = {tau:g}"] = partial(soft, tau=tau, cdf=cdf), softmax, x
+        found |= {
+            "k = n - 1": (partial(soft, k=n - 1), softmax, x),
+            "masked": (partial(soft, mask=mask), softmax, x),
+            "masked, over softmax of masked_fill": (
+                partial(soft, mask=mask),
+                lambda x: torch.softmax(x.masked_fill(~mask, -torch.inf), -1),
+                x,
+            ),
+            "hard": (partial(soft, hard=True), softmax, x),
+            "k of each row": (partial(soft, k=each * k / 2), softmax, x),
+            "tau of each row": (partial(soft, tau=each), softmax, x),
+            "log_soft_topk": (partial(khot.log_soft_topk, k=k), softmax, x),
+            "bfloat16, over its softmax": (soft, softmax, x.bfloat16()),
+            "float64, over its softmax": (soft, softmax, x.double()),
+            "dim=0, over its softmax": (
+                partial(soft, dim=0),
+                partial(torch.softmax, dim=0),
+                x.T.contiguous(),
+            ),
+        }
+        cells = {}
+        for name, (call, unit, given) in found.items():
+            times = run.both({name: (call, given), "unit": (unit, given)})
+            cells[name] = ratios(times, name, "unit")
+        return cells
+
+    measured = {f"{rows} x {n}, k = {k}": columns(rows, n, k) for rows, n, k in shapes}
+    yield across("call", next(iter(measured.values())), measured)
+
+
 def quantile(run: Run, *shapes: tuple[int, ...]) -> Iterator[Table]:
     """What exact order statistics cost beside torch's: the median, and the quantile of 0.9.
 
@@ -761,6 +810,7 @@ SUBJECTS = {
         Subject(assign, ((1024, 16), (1024, 64), (4096, 64)), 2.0, ("POT",)),
         Subject(attention, (16_384,)),
         Subject(budget, ((4096, 64), (128, 1000), (100, 10_000), (100, 100_000), (16, 1_000_000))),
+        Subject(calls, ((4096, 64, 8), (128, 1000, 100), (100, 10_000, 1000), (512, 4096, 64)), 0.3),
         Subject(
             conditional_poisson,
             (

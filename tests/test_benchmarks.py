@@ -133,6 +133,7 @@ TINY: dict[str, tuple[Any, ...]] = {
     "assign": ((32, 4),),
     "attention": (64,),
     "budget": ((3, 20),),
+    "calls": ((4, 20, 3),),
     "conditional_poisson": ((2, 20, 3.0), (2, 20, 4), (1, 1_000, 500)),
     "memory": (16, 64),
     "packages": ((4, 20, 3),),
