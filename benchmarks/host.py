@@ -343,7 +343,7 @@ def builds(shapes: list[tuple[int, int]]) -> int:
     """How many kernels Triton would compile for these shapes, all with the logistic CDF, and gradients."""
     from triton.runtime.jit import JITFunction
 
-    from khot._kernels.triton import launch, pull, resident
+    from khot._kernels.triton import launch, pull, rows
 
     built = []
 
@@ -363,7 +363,7 @@ def builds(shapes: list[tuple[int, int]]) -> int:
 
     def forget() -> None:
         launch.forget()
-        for kernel in (*resident.KERNELS, *pull.KERNELS):
+        for kernel in (*rows.KERNELS, *pull.KERNELS):
             kernel.device_caches.clear()
 
     forget()

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import around, exact_sums, functions, native, plans
+from khot._kernels.triton import around, counted, exact_sums, functions, native, plans
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
@@ -295,7 +295,11 @@ def _thresholds(values: dict[str, Any]) -> list[Tensor]:
     return [_memory(values[f"{name}_pointer"], torch.float64, values["rows"]) for name in ("hi", "lo")]
 
 
-def _solve_rows(values: dict[str, Any]) -> None:
+def _solve(values: dict[str, Any]) -> None:
+    SOLVED[values["P"]](values)
+
+
+def _count(values: dict[str, Any]) -> None:
     x = _matrix(values, "x", values["x_stride"])
     law = values["L"]
     out, hi, lo = OPERATORS["soft_topk"].kernel(
@@ -452,13 +456,15 @@ def _around(values: dict[str, Any]) -> None:
         _memory(values["second_pointer"], other.dtype, *v.shape).copy_(torch.where(mask, other, 0))
 
 
+SOLVED = {counted.COUNT: _count}
+
 EMULATED = {
     "_around": _around,
     "_pareto": _pareto,
     "_careful": _careful,
     "_part_scan": _part_scan,
     "_selectable": _selectable,
-    "solve_rows": _solve_rows,
+    "solve": _solve,
     "pull_rows": _pull_rows,
     "_resident_mask": _resident_mask,
     "solve_magnitudes": _solve_magnitudes,

@@ -427,4 +427,4 @@ def test_numbers_are_not_filled_in_on_the_device(device: Device) -> None:
     x = tensor(4, N)
     device.forget()
     khot.soft_topk(x, 8, tau=0.5)
-    assert device.kernels == ["solve_rows"] and not device.torch
+    assert device.kernels == ["solve"] and not device.torch

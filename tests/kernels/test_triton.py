@@ -145,7 +145,9 @@ def test_backward(
 
 def leave_hard_rows_out(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that the float32 solver does not solve stay NaN."""
-    monkeypatch.setattr(kernels.resident, "_solve_exactly", lambda *_: None)
+    counted = kernels.counted
+    monkeypatch.setattr(counted, "COUNT", counted.COUNT._replace(exactly=lambda *_: None))
+    monkeypatch.setattr(counted, "_variant", counted._variant.__wrapped__)
 
 
 # n; rows per program, number and width of the pieces, warps, whether the row is streamed
@@ -422,7 +424,7 @@ def test_ordinary_thresholds_take_one_step_in_float64(
 
     tile = {"together": (4, 1, 256, 1), "alone": (1, 2, 128, 1), "past": (1, 2, 64, 1, True)}[layout]
     monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(*tile))
-    monkeypatch.setattr(kernels.resident, "find_exactly", none)
+    monkeypatch.setattr(kernels.counted, "find_exactly", none)
     monkeypatch.setattr(kernels.polish, "STEPS", kernels.polish.tl.constexpr(steps))
     x = torch.randn(4, 250, generator=torch.Generator().manual_seed(2))
     args = (number(31.3), number(0.7), cdf, CDFS[cdf], "threshold")
@@ -455,7 +457,7 @@ def test_powers_of_many_rows(kernels: ModuleType, monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_evaluation_does_ordinary_rows(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.resident, "EVALUATIONS", 0)
+    monkeypatch.setattr(kernels.counted, "EVALUATIONS", 0)
     leave_hard_rows_out(kernels, monkeypatch)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7))
     y, _, _ = kernels.soft_topk(x, number(8.0), number(1.0), "logistic", 0.0, "y")
@@ -472,8 +474,8 @@ def test_one_launch_a_direction(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels.launch, "watch", launches.append)
     x = torch.randn(2, 40, generator=torch.Generator().manual_seed(8))
     for scores, output, grad_lo, names in (
-        (x, "y", torch.zeros(()), ["solve_rows", "pull_rows"]),
-        (x, "threshold", torch.ones(2), ["solve_rows", "pull_rows"]),
+        (x, "y", torch.zeros(()), ["solve", "pull_rows"]),
+        (x, "threshold", torch.ones(2), ["solve", "pull_rows"]),
         (x.double(), "y", torch.zeros(()), ["solve_exactly", "pull_rows_exactly"]),
     ):
         launches.clear()
@@ -496,7 +498,7 @@ def test_one_number_goes_by_value(kernels: ModuleType) -> None:
 def test_the_median_row_takes_few_passes(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary scores are solved to float32 accuracy within 6 evaluations."""
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.1, 5, 16)[:, None]
-    monkeypatch.setattr(kernels.resident, "EVALUATIONS", 6)
+    monkeypatch.setattr(kernels.counted, "EVALUATIONS", 6)
     leave_hard_rows_out(kernels, monkeypatch)
     for cdf, shape in CDFS.items():
         y, _, _ = kernels.soft_topk(x, number(4.0), number(1.0), cdf, shape, "y")

@@ -7,6 +7,7 @@ import importlib
 import itertools
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ def packed(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     were. Rows that are not stream past, 16 entries at a time."""
     layout = kernels.layout
     monkeypatch.setattr(layout, "RESIDENT", LEAST - 1)
-    monkeypatch.setattr(layout, "packed_tile", lambda n: layout.Tile(1, 2 * layout.cdiv(n, 16), 8, 1))
+    monkeypatch.setattr(
+        layout, "packed_tile", lambda n: layout.Tile(1, 2 * layout.cdiv(n, 16), 8, 1, packed=True)
+    )
     monkeypatch.setattr(layout, "tile", lambda rows, n: layout.Tile(1, 2, 8, 1, True))
     return kernels
 
@@ -42,21 +45,21 @@ def packed(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def ways(packed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Of each launch, whether a row is held two entries to a register."""
     found: list[bool] = []
-    variant = packed.resident.variant
+    solver = packed.counted.solver
 
-    def watched(*kernels: object, **constants: object) -> object:
-        made = variant(*kernels, **constants)
+    def watched(problem: Any, law: Any, tile: Any, *size: int) -> object:
+        made, programs = solver(problem, law, tile, *size)
 
         def start(*arguments: object) -> None:
-            found.append(bool(constants["PACKED"]))
+            found.append(tile.packed)
             made(*arguments)
 
-        return start
+        return start, programs
 
-    packed.resident._variant.cache_clear()
-    monkeypatch.setattr(packed.resident, "variant", watched)
+    packed.counted._variant.cache_clear()
+    monkeypatch.setattr(packed.counted, "solver", watched)
     yield found
-    packed.resident._variant.cache_clear()
+    packed.counted._variant.cache_clear()
 
 
 def adversarial(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,12 @@ __all__ = [
     "Cells",
     "Drawn",
     "Duals",
+    "Found",
     "Law",
     "Matrix",
     "Nodes",
     "Pairs",
+    "Problem",
     "Projected",
     "Pulled",
     "Rows",
@@ -64,6 +66,14 @@ class Values(NamedTuple):
 class Threshold(NamedTuple):
     """Of each row t = hi + lo, in float64."""
 
+    hi: Any
+    lo: Any
+
+
+class Found(NamedTuple):
+    """The results of rows, and of each its threshold, as above."""
+
+    out: Any
     hi: Any
     lo: Any
 
@@ -145,6 +155,7 @@ class Tile(NamedTuple):
 
     So many ``together``, each as ``pieces`` vectors of a ``width``; ``full`` if the entries fill them; or a
     row ``streams`` past, as much at a time. A search in float64 takes a ``chunk`` of entries at a time.
+    A row is ``packed`` if two entries share a word (:mod:`.packed`).
     """
 
     together: int
@@ -153,6 +164,7 @@ class Tile(NamedTuple):
     full: bool
     streams: bool
     chunk: int
+    packed: bool = False
 
 
 class Cells(NamedTuple):
@@ -182,9 +194,32 @@ class Sizes(NamedTuple):
 
 class Law(NamedTuple):
     """A constant: the CDF, its exponent if that is a whole number, what of it is asked for, and whether
-    entries are counted or have costs (:data:`.exact_sums.BY`)."""
+    entries are counted or have costs (:data:`.exact_sums.BY`); and whether t is ``polished`` to the digits of
+    float64."""
 
     cdf: int
     whole: int
     output: int
     by: int
+    polished: bool = False
+
+
+class Problem(NamedTuple):
+    """A constant: what :func:`.rows.solve` solves, as functions for Triton to compile.
+
+    ``find(x, other, k, tau, row, there, n, evaluations, digits, exponent, L, T)`` returns t of the program's
+    rows in two parts, which rows have it in float32, and whatever ``write`` needs to know; ``write(out, row,
+    ok, n, found, L, T)`` the results of rows that are ok; ``exactly(row, x, other, k, tau, found, n, digits,
+    exponent, L, T)`` does all of it for one row in float64.
+    L is a constant of the problem's own, such as a :class:`Law`.
+    """
+
+    find: Any
+    write: Any
+    exactly: Any
+
+    @property
+    def cache_key(self) -> str:
+        """For Triton's files: they know functions within a tuple by their names alone, and would give out
+        what was compiled before a body changed."""
+        return "-".join(each.cache_key for each in self)

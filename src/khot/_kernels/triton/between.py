@@ -16,7 +16,7 @@ from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.interpolation import line
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.places import add_where, entry_after, entry_at, hold
-from khot._kernels.triton.resident import entries, place_rows
+from khot._kernels.triton.rows import entries, place_rows
 from khot._kernels.triton.selection import greatest_of, held, in_order, k_of, load_keys, longest
 from khot._kernels.triton.sizes import cdiv
 

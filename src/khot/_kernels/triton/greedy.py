@@ -18,7 +18,7 @@ from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import any_row, double, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.ranks import RANKED, across, nan_of, sorted_rows
-from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = ["KERNELS", "budget_mask"]

@@ -53,6 +53,7 @@ class Tile(NamedTuple):
     width: int  # of a piece
     warps: int
     streams: bool = False  # past the program, as much at a time
+    packed: bool = False  # two entries to a word
 
 
 def tile(rows: int, n: int) -> Tile:
@@ -88,7 +89,7 @@ def packs(x: Tensor, stride: int, n: int) -> bool:
 
 def packed_tile(n: int) -> Tile:
     """Of such a row: 64 to 128 entries per thread. Two of the pieces make one of words."""
-    return Tile(1, 2 * cdiv(n, 4096), 2048, 16)
+    return Tile(1, 2 * cdiv(n, 4096), 2048, 16, packed=True)
 
 
 def held(tile: Tile, n: int) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def held(tile: Tile, n: int) -> dict[str, Any]:
 def constant(tile: Tile, n: int) -> arguments.Tile:
     """The same as one constant."""
     full = n == tile.pieces * tile.width
-    return arguments.Tile(*tile[:3], full, tile.streams, RESCUE * tile.warps)
+    return arguments.Tile(*tile[:3], full, tile.streams, RESCUE * tile.warps, tile.packed)
 
 
 def pair_tile(rows: int, n: int) -> Tile:

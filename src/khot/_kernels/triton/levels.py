@@ -27,7 +27,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Rows, Values
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.resident import entries, place_rows
+from khot._kernels.triton.rows import entries, place_rows
 from khot._kernels.triton.selection import (
     GREATEST,
     INFINITE,

@@ -1,7 +1,7 @@
 """The Fenchel-Young loss of rows and its gradients, in one launch each; few very long rows are left to
 :mod:`.split_losses`, which has what is here by parts.
 
-A program holds rows, or streams past one, as in :mod:`.resident`: it finds the threshold in float32
+A program holds rows, or streams past one, as in :mod:`.rows`: it finds the threshold in float32
 (:mod:`.threshold`) and adds up the loss, which is smallest there, so that an error of the threshold hardly
 shows. Float64 scores, and the rows for which float32 does not suffice, take float64 for all of it
 (:mod:`.exact`).
@@ -34,7 +34,7 @@ from khot._kernels.triton.functions import (
     side,
 )
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.resident import entries, inside, load_rows, numbers, place_rows, rescue
+from khot._kernels.triton.rows import entries, inside, load_rows, numbers, place_rows, rescue
 from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import PHI, normal_tail, unit, value
 from khot._kernels.triton.threshold import find, over

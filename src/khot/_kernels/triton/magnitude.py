@@ -1,6 +1,6 @@
 """Top-k in magnitude: the value γ that the pooled entries share, y, and the gradients, in one launch each.
 
-A program holds rows, or streams past one, as in :mod:`.resident`; few very long rows go to
+A program holds rows, or streams past one, as in :mod:`.rows`; few very long rows go to
 :mod:`.split_magnitude`. It finds γ in float32 (:mod:`.threshold`) as the threshold of a soft count
 (:mod:`.pooled`). Float64 entries, and the rows for which float32 does not suffice, are solved in float64
 (:mod:`.exact_magnitude`). The formulas are the reference's (`_kernels.reference.magnitude`).
@@ -35,7 +35,7 @@ from khot._kernels.triton.pooled_rows import (
     write_pooled,
     write_pull,
 )
-from khot._kernels.triton.resident import EVALUATIONS, entries, inside, load_rows, numbers, place_rows, rescue
+from khot._kernels.triton.rows import EVALUATIONS, entries, inside, load_rows, numbers, place_rows, rescue
 from khot._kernels.triton.sizes import cdiv
 
 # ------------------------------------------------------------------------------------- forward

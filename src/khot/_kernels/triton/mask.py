@@ -14,7 +14,7 @@ from khot._kernels.triton.functions import place
 from khot._kernels.triton.largest import of_long_rows
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MASK, MOST, STATE
-from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.selection import (
     GREATEST,
     GREATEST64,

@@ -34,7 +34,7 @@ from khot._kernels.triton.functions import HUGE, LAPLACE, LOGISTIC, NORMAL, UNIF
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.polish import polish
 from khot._kernels.triton.ranks import lack
-from khot._kernels.triton.resident import EVALUATIONS, numbers
+from khot._kernels.triton.rows import EVALUATIONS, numbers
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 from khot._kernels.triton.terms import PHI, density, normal_tail, unit, value
 from khot._kernels.triton.threshold import find

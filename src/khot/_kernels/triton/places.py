@@ -16,7 +16,7 @@ from khot._kernels.triton.functions import load, place
 from khot._kernels.triton.largest import of_long_rows
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.levels import MOST, PLACE
-from khot._kernels.triton.resident import entries, place_rows
+from khot._kernels.triton.rows import entries, place_rows
 from khot._kernels.triton.selection import (
     LEAST,
     LEAST64,

@@ -11,7 +11,7 @@ from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import LOG2E, inverse_of, log2, plus, reciprocal, store, total, wide
 from khot._kernels.triton.functions import HUGE, POWER
 from khot._kernels.triton.pooled import pooled_moments, size, temperature, unpooled
-from khot._kernels.triton.resident import inside, load_rows
+from khot._kernels.triton.rows import inside, load_rows
 from khot._kernels.triton.terms import holds, value
 from khot._kernels.triton.threshold import guess, iterate, over
 

@@ -26,14 +26,15 @@ from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Matrix, Pairs, Pulled, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.costs import load_pair, priced
+from khot._kernels.triton.counted import row_values
 from khot._kernels.triton.exact import number64, row_source
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import inverse_of, joined, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, THRESHOLD, place
 from khot._kernels.triton.launch import Variant, launch, variant
-from khot._kernels.triton.resident import entries, inside, numbers, place_rows, rescue, row_values
 from khot._kernels.triton.resident_budget import share_of
+from khot._kernels.triton.rows import entries, inside, numbers, place_rows, rescue
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 from khot._kernels.triton.split import last_of_row, total_of_parts
 from khot._kernels.triton.terms import density, log_rate, unit

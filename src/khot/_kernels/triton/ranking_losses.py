@@ -19,7 +19,7 @@ from khot._kernels.triton import layout, ranks, row_sort
 from khot._kernels.triton.arguments import Matrix, Rows
 from khot._kernels.triton.fast import LN2, store, total, wide
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.ways import laplace_count, sorts_rows
 

@@ -28,7 +28,7 @@ from khot._kernels.triton import layout, row_sort
 from khot._kernels.triton.arguments import Matrix, Rows, Values
 from khot._kernels.triton.fast import LN2, LOG2E, double, total, wide
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.selection import ordered
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 

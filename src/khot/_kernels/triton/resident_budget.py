@@ -1,6 +1,6 @@
 """Soft budgets of rows that stay on chip or stream past one program, in float32.
 
-As :mod:`.resident`, with a sum of costs in the place of a count: one read of the scores and of the costs, few
+As :mod:`.counted`, with a sum of costs in the place of a count: one read of the scores and of the costs, few
 evaluations (:mod:`.threshold`, with the terms of :mod:`.costs`), one write. What float32 does not decide (a
 threshold in a gap, where costs of many sizes meet; a budget that all entries together just spend) is solved
 again, in the same program, in float64 by :mod:`.exact`.
@@ -28,21 +28,13 @@ from khot._kernels.triton.costs import (
     priced,
     unit_of_costs,
 )
+from khot._kernels.triton.counted import result, row_values
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_SCORE, BY_VALUE
 from khot._kernels.triton.fast import LOG2E, inverse_of, joined, reciprocal, wide
 from khot._kernels.triton.functions import VALUE
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.resident import (
-    EVALUATIONS,
-    entries,
-    inside,
-    numbers,
-    place_rows,
-    rescue,
-    result,
-    row_values,
-)
+from khot._kernels.triton.rows import EVALUATIONS, entries, inside, numbers, place_rows, rescue
 from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.terms import holds, unit
 from khot._kernels.triton.threshold import (
@@ -222,7 +214,7 @@ def _find(
 
 @triton.jit
 def share_of(x, w, values, L: tl.constexpr):
-    """y of entries, by what :func:`.resident.row_values` has of their rows."""
+    """y of entries, by what :func:`.counted.row_values` has of their rows."""
     if L.by == BY_VALUE:
         off, shift = priced(x, w, values[0], values[1], values[2], L.cdf, L.whole)
         _, _, turn, sign, base, inverse, low, power = values

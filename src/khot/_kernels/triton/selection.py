@@ -20,7 +20,7 @@ import triton.language as tl
 
 from khot._kernels.triton import layout
 from khot._kernels.triton.fast import any_row, log2, reciprocal
-from khot._kernels.triton.resident import inside
+from khot._kernels.triton.rows import inside
 from khot._kernels.triton.sizes import next_power_of_2
 
 LEAST = tl.constexpr(-(1 << 31))  # below every key of 32 bits

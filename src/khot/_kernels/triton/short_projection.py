@@ -36,7 +36,7 @@ from khot._kernels.triton.fast import LOG2E, double, reciprocal, store, wide
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.projection import add2, bounded, greater
 from khot._kernels.triton.ranks import across, nan_of, sorted_rows
-from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
 __all__ = [

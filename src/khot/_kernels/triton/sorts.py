@@ -31,7 +31,7 @@ from khot._kernels.triton.ranks import (
     temperature,
     tile,
 )
-from khot._kernels.triton.resident import entries, inside, place_rows
+from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv
 
 __all__ = ["KERNELS", "laplace_sort", "laplace_sort_backward"]

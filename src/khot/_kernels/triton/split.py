@@ -28,6 +28,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Law, Rows, Scratch, Threshold, Tile, Values
+from khot._kernels.triton.counted import row_values, write_backwards
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
@@ -36,7 +37,6 @@ from khot._kernels.triton.functions import NORMAL, full_support, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled import pooled_terms, size, temperature
 from khot._kernels.triton.pooled_rows import find_gamma
-from khot._kernels.triton.resident import row_values, write_backwards
 from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
 from khot._kernels.triton.threshold import find, iterate, less, long_step, moment_terms, over, taylor_step

@@ -29,12 +29,12 @@ from khot._kernels.triton.costs import (
     paid_terms,
     unit_of_costs,
 )
+from khot._kernels.triton.counted import row_values
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_VALUE
 from khot._kernels.triton.fast import inverse_of, joined
 from khot._kernels.triton.functions import VALUE, place, put
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.resident import EVALUATIONS, numbers, row_values
 from khot._kernels.triton.resident_budget import (
     bracket,
     dearest,
@@ -44,6 +44,7 @@ from khot._kernels.triton.resident_budget import (
     spends_at_zero,
     write_shares,
 )
+from khot._kernels.triton.rows import EVALUATIONS, numbers
 from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import CAREFUL, DONE, HOPELESS, OPEN, last_of_row, of_parts, total_of_parts
 from khot._kernels.triton.terms import holds, unit

@@ -3,7 +3,7 @@ What is in one file only is named in :data:`khot._kernels.gpu.FILES`.
 
 | operators | rows | file |
 |---|---|---|
-| soft top-k | float32 and narrower, one or several in a program | `resident` |
+| soft top-k | float32 and narrower, one or several in a program | `counted` |
 | | the same, few that are longer than `layout.STREAMED`: programs share a row | `split` |
 | | float64, one in a program | `exact` |
 | | float64, longer than `layout.RESIDENT`; those of `split` if results are steep in t | `exact_split` |
@@ -92,13 +92,13 @@ def soft_topk(
     elif layout.splits(rows, n):
         file = "exact_split" if layout.steep(F, output) else "split"
     else:
-        file = "resident"
+        file = "counted"
     if file == "exact":
         left = layout.rest(k, goal)
         kernels(file).solve(source, None, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
     else:
         kernels(file).soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
-    if output == "rounded" and file != "resident":  # the others leave it open
+    if output == "rounded" and file != "counted":  # the others leave it open
         torch.add(hi, lo, out=out)
     return out, hi, lo
 
@@ -214,7 +214,7 @@ def fenchel_young(
     solver, _, programs = kernels("losses").variants(rows, n, F, fine)
     solver(
         programs, source, targets, given, temperature, *results[:2], Threshold(*results[2:]), rows, n,
-        kernels("resident").EVALUATIONS, layout.power(F),
+        kernels("rows").EVALUATIONS, layout.power(F),
     )  # fmt: skip
     return results
 

@@ -1,0 +1,192 @@
+"""The soft top-k of rows that stay on chip or stream past one program: a count, for :mod:`.rows`.
+
+One read, few evaluations of the soft count (:mod:`.threshold`), one write; or, in its place, the threshold
+with the digits of float64 (:mod:`.polish`). What float32 does not suffice for takes :mod:`.exact`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from khot import cdfs
+from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Found, Problem, Rows, Values
+from khot._kernels.triton.exact import find_exactly, number64, write_exactly
+from khot._kernels.triton.exact_sums import BY_COUNT
+from khot._kernels.triton.fast import joined, reciprocal, split, store, wide, word_of
+from khot._kernels.triton.functions import LOG, LOGISTIC, THRESHOLD, log_F
+from khot._kernels.triton.launch import Variant
+from khot._kernels.triton.packed import WORD, piece
+from khot._kernels.triton.polish import polish
+from khot._kernels.triton.rows import EVALUATIONS, at_of, first_of, hold, inside, numbers, solver, write_held
+from khot._kernels.triton.terms import unit, value
+from khot._kernels.triton.threshold import find
+
+__all__ = ["result", "row_values", "soft_topk", "write_backwards"]
+
+
+@triton.jit
+def _find(
+    x, other, k, tau, row, there, n, evaluations, digits, exponent, L: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    at = at_of(x, row, T)
+    held = hold(x, at, row, there, n, T)
+    origin = first_of(x, row, there)
+    own_k, k_rest = numbers(*k, row, there)
+    own_tau, tau_rest = numbers(*tau, row, there)
+    power = tl.zeros((), tl.float32) + exponent[0]
+    hi, lo, ok, inverse, rest = find(
+        held, at, origin, there, n, own_k, k_rest, own_tau, power, evaluations, L, T,
+        T.together == 1 and not T.streams,
+    )  # fmt: skip
+
+    fine_hi, fine_lo = hi.to(tl.float64), lo.to(tl.float64)
+    if L.polished:
+        fine_hi, fine_lo, ok = polish(
+            held, at, n, fine_hi, fine_lo, ok, own_k.to(tl.float64) + k_rest,
+            own_tau.to(tl.float64) + tau_rest, joined(*exponent), L.cdf, T,
+        )  # fmt: skip
+        hi, high_rest = split(fine_hi)
+        lo = high_rest + fine_lo.to(tl.float32)
+    return fine_hi, fine_lo, ok, (held, at, hi, lo, inverse, own_k > rest, power, fine_hi + fine_lo)
+
+
+@triton.jit
+def row_values(hi, lo, tau_inverse, above_half, power, CDF: tl.constexpr, TOGETHER: tl.constexpr):
+    """What :func:`result` needs to know of rows; above_half says that k is more than half of a row."""
+    scale = tau_inverse * unit(CDF)
+    turn, sign, base = scale, scale * 0 + 1, scale * 0
+    if CDF == LOGISTIC:  # the others' y above t is 1 less a tail anyhow
+        # of y near 1 the accurate part is 1 − y: it is what is computed where most y are
+        turn = tl.where(above_half, -scale, scale)
+        sign, base = tl.where(above_half, -1.0, 1.0), tl.where(above_half, 1.0, 0.0)
+    return (
+        wide(hi, TOGETHER), wide(lo * turn, TOGETHER), wide(turn, TOGETHER), wide(sign, TOGETHER),
+        wide(base, TOGETHER), wide(tau_inverse, TOGETHER), wide(lo * tau_inverse, TOGETHER), power,
+    )  # fmt: skip
+
+
+@triton.jit
+def result(x, given, L: tl.constexpr):
+    """y or its logarithm.
+
+    Given are hi; for y, lo and 1, each times ±unit/τ, and what turns 1 − y into y; for the logarithm, 1/τ and
+    lo/τ; and the exponent of z.
+    """
+    hi, shift, turn, sign, base, inverse, low, power = given
+    if L.output == LOG:
+        z = (x - hi) * inverse - low
+        return tl.where(z == float("-inf"), z, log_F(z, power, L.cdf))
+    elif L.cdf == LOGISTIC:
+        return reciprocal(1.0 + tl.exp2(shift - (x - hi) * turn)) * sign + base
+    else:
+        return value(x, hi, turn, shift, power, L.cdf, L.whole)
+
+
+@triton.jit
+def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
+    held, at, hi, lo, inverse, above_half, power, t = found
+    if L.output == THRESHOLD:
+        _store_rounded(out_pointer, row, t, ok)
+    else:
+        values = row_values(hi, lo, inverse, above_half, power, L.cdf, T.together)
+        if T.streams:
+            write_backwards(at, out_pointer + row * n + tl.arange(0, T.width), 0, n, ok, values, L, T)
+        elif T.packed:
+            _write_words(held, at, out_pointer + row * n, ok, n, values, L, T)
+        else:
+            write_held(held, out_pointer, row, ok, n, result, values, L, T)
+
+
+@triton.jit
+def _store_rounded(pointer, row, t, there):
+    """The threshold in the scores' dtype, if it is asked for."""
+    if pointer is not None:
+        store(pointer + row, t, there)
+
+
+@triton.jit
+def _write_words(held, at, to, ok, n, values, L: tl.constexpr, T: tl.constexpr):
+    """The results of a row that is held two entries to a word (:mod:`.packed`)."""
+    HALF: tl.constexpr = T.pieces // 2
+    column = tl.arange(0, T.width)
+    words = to.to(WORD, bitcast=True) + column
+    for i in tl.static_range(HALF):
+        first = result(piece(held, 2 * i, at, T.pieces), values, L)
+        second = result(piece(held, 2 * i + 1, at, T.pieces), values, L)
+        word = word_of(first, second, to.dtype.element_ty)
+        valid = inside(ok, column + i * T.width, n // 2, T.together, T.full)
+        tl.store(words + i * T.width, word, mask=valid)
+
+
+@triton.jit
+def write_backwards(at, to, begin, end, ok, values, L: tl.constexpr, T: tl.constexpr):
+    """The results from begin to end of one row, the last first: the row's end is what the cache still has."""
+    PIECES: tl.constexpr = T.pieces
+    STEP: tl.constexpr = T.pieces * T.width
+    column = tl.arange(0, T.width)
+    steps = tl.cdiv(end - begin, STEP)
+    for behind in range(steps):
+        start = begin + (steps - 1 - behind) * STEP
+        held = ()
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + (start + i * T.width), end, 1, False)
+            piece = tl.load(at + (start + i * T.width), mask=valid, other=0.0).to(tl.float32)
+            held = held + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+        for i in tl.static_range(PIECES):
+            valid = inside(ok, column + (start + i * T.width), end, 1, False)
+            out = result(held[i], values, L).to(to.dtype.element_ty)
+            tl.store(to + (start + i * T.width), out, mask=valid)
+
+
+@triton.jit
+def _solve_exactly(
+    row, x, other, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """One row in float64, which is read again a chunk at a time."""
+    x_at = x.pointer + row * x.stride
+    source = (x_at, x_at, 0, n)
+    k, tau = number64(*k, row), number64(*tau, row)
+    hi, lo = find_exactly(source, k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
+    tl.store(found.hi + row, hi)
+    tl.store(found.lo + row, lo)
+    if L.output == THRESHOLD:
+        _store_rounded(found.out, row, hi + lo, row >= 0)
+    else:
+        write_exactly(found.out + row * n, source, (hi, lo, tau, power), L.cdf, BY_COUNT, L.output, T.chunk)
+
+
+COUNT = Problem(_find, _write, _solve_exactly)
+
+
+def soft_topk(
+    source: Rows,
+    k: Values,
+    tau: Values,
+    out: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    rows: int,
+    n: int,
+    F: cdfs.CDF,
+    output: str,
+) -> None:
+    """Fill out, hi and lo."""
+    packed = layout.packs(*source, n) and F.name != "normal"  # whose formulas leave no registers for a row
+    start, programs, power = _variant(rows, n, F, output, packed)
+    found = Found(None if output == "threshold" else out, hi, lo)
+    start(programs, source, None, k, tau, found, rows, n, EVALUATIONS, None, power)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(
+    rows: int, n: int, F: cdfs.CDF, output: str, packed: bool
+) -> tuple[Variant, int, tuple[float, float]]:
+    """What is launched, in how many programs, and the exponent of z."""
+    tile = layout.packed_tile(n) if packed else layout.tile(rows, n)
+    law = layout.law(F, output=output)._replace(polished=layout.steep(F, output))
+    return *solver(COUNT, law, tile, rows, n), layout.power(F)

@@ -1,0 +1,180 @@
+"""Rows that stay on chip or stream past one program: the row program, :func:`solve`.
+
+A program places its rows, finds their thresholds in float32, and writes them and the results. The rows for
+which float32 does not suffice (no answer, infinite scores, a temperature out of range, no convergence) are
+solved again, in the same program, in float64, a chunk at a time: a second launch would cost more than a short
+row takes. What is found and written is a :class:`.arguments.Problem`, which lies beside its formulas: a count
+(:mod:`.counted`), a budget (:mod:`.paid`), a top-k in magnitude (:mod:`.magnitude`) or a loss
+(:mod:`.losses`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from khot._kernels.triton import layout
+from khot._kernels.triton.arguments import Problem
+from khot._kernels.triton.fast import any_row, before, joined, split, wide
+from khot._kernels.triton.launch import Variant, variant
+from khot._kernels.triton.packed import load_words
+from khot._kernels.triton.sizes import cdiv
+
+__all__ = [
+    "EVALUATIONS",
+    "KERNELS",
+    "at_of",
+    "entries",
+    "hold",
+    "inside",
+    "load_rows",
+    "numbers",
+    "first_of",
+    "place_rows",
+    "rescue",
+    "solver",
+    "write_held",
+]
+
+EVALUATIONS = 24  # at most, before a row is searched in float64
+
+
+# ------------------------------------------------------------------------------- what a program holds
+
+
+@triton.jit
+def numbers(pointer, stride, high, low, row, there):
+    """A number of each row as two float32 ones; without a pointer they came by value, the same for all."""
+    if pointer is None:
+        nothing = row.to(tl.float32) * 0
+        return nothing + high, nothing + low
+    else:
+        return split(tl.load(pointer + row * stride, mask=there, other=1.0).to(tl.float64))
+
+
+@triton.jit
+def place_rows(rows, TOGETHER: tl.constexpr):
+    """The program's rows, and which of them there are."""
+    if TOGETHER == 1:
+        row = tl.program_id(0).to(tl.int64)
+    else:
+        row = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    return row, row < rows
+
+
+@triton.jit
+def entries(row, stride, column, TOGETHER: tl.constexpr):
+    """Where the entries of rows lie."""
+    if TOGETHER == 1:
+        return row * stride + column
+    else:
+        return row[:, None] * stride + column[None, :]
+
+
+@triton.jit
+def inside(there, column, n, TOGETHER: tl.constexpr, EXACT: tl.constexpr):
+    """Which entries there are."""
+    if EXACT and TOGETHER > 1:
+        return there[:, None]
+    else:
+        # neither "&" nor a broadcast: Triton's interpreter makes integers of scalar flags
+        present = column >= 0 if EXACT else before(column, n, TOGETHER)
+        return tl.where(present, wide(there, TOGETHER), False)
+
+
+@triton.jit
+def load_rows(
+    at, there, n,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The entries of the rows, in pieces that a thread holds side by side: they are summed first."""
+    column = tl.arange(0, WIDTH)
+    x = ()
+    for i in tl.static_range(PIECES):
+        valid = inside(there, column + i * WIDTH, n, TOGETHER, EXACT)
+        piece = tl.load(at + i * WIDTH, mask=valid, other=float("-inf")).to(tl.float32)
+        x = x + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+    return x
+
+
+@triton.jit
+def rescue(bad, row, solve: tl.constexpr, given, TOGETHER: tl.constexpr):
+    """solve(r, *given) for each of the program's rows that is bad."""
+    if any_row(bad, TOGETHER):
+        first = tl.program_id(0).to(tl.int64) * TOGETHER
+        for r in range(TOGETHER):
+            if any_row(bad & (row == first + r), TOGETHER):
+                solve(first + r, *given)
+
+
+@triton.jit
+def at_of(x, row, T: tl.constexpr):
+    """Where the first piece of the program's rows lies."""
+    return x.pointer + entries(row, x.stride, tl.arange(0, T.width), T.together)
+
+
+@triton.jit
+def hold(x, at, row, there, n, T: tl.constexpr):
+    """What the program holds of its rows, in pieces; nothing of one that streams past."""
+    held = ()
+    if T.packed:
+        held = load_words(x.pointer + row * x.stride, n, T)
+    elif not T.streams:
+        held = load_rows(at, there, n, T.together, T.pieces, T.width, T.full)
+    return held
+
+
+@triton.jit
+def first_of(x, row, there):
+    """The first score of each row, by which scores are less in the moments of rows; 0 if it is infinite."""
+    origin = tl.load(x.pointer + row * x.stride, mask=there, other=0.0).to(tl.float32)
+    return tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+
+
+@triton.jit
+def write_held(held, out_pointer, row, ok, n, result: tl.constexpr, given, L: tl.constexpr, T: tl.constexpr):
+    """result(entries, given, L) of what the program holds, to where the rows' results go."""
+    PIECES: tl.constexpr = T.pieces
+    column = tl.arange(0, T.width)
+    to = out_pointer + entries(row, n, column, T.together)
+    for i in tl.static_range(PIECES):
+        valid = inside(ok, column + i * T.width, n, T.together, T.full)
+        y = result(held[i], given, L).to(out_pointer.dtype.element_ty)
+        tl.store(to + i * T.width, y, mask=valid)
+
+
+# ------------------------------------------------------------------------------------ the row program
+
+
+@triton.jit(do_not_specialize=["rows", "evaluations"])
+def solve(
+    x, other, k, tau, found, rows, n_columns, evaluations, digits, exponent,
+    P: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The rows of a :class:`.arguments.Tile`, or one of any length that streams past; those of float64 take
+    float64 for all of it. The functions of a :class:`.arguments.Problem` get what is given here."""
+    row, there = place_rows(rows, T.together)
+    ok = there & ~there
+    if x.pointer.dtype.element_ty != tl.float64:
+        hi, lo, ok, more = P.find(
+            x, other, k, tau, row, there, n_columns, evaluations, digits, exponent, L, T
+        )  # fmt: skip
+        tl.store(found.hi + row, hi, mask=ok)
+        tl.store(found.lo + row, lo, mask=ok)
+        P.write(found.out, row, ok, n_columns, more, L, T)
+
+    rescue(
+        there & ~ok, row, P.exactly, (x, other, k, tau, found, n_columns, digits, joined(*exponent), L, T),
+        T.together,
+    )  # fmt: skip
+
+
+KERNELS = (solve,)
+
+
+def solver(problem: Problem, law: Any, tile: layout.Tile, rows: int, n: int) -> tuple[Variant, int]:
+    """What is launched for a problem, and in how many programs."""
+    constants = {"P": problem, "L": law, "T": layout.constant(tile, n), "num_warps": tile.warps}
+    return variant(solve, **constants, **layout.registers()), cdiv(rows, tile.together)
