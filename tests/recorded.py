@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import around, counted, exact_sums, functions, native, plans
+from khot._kernels.triton import around, counted, exact_sums, functions, magnitude, native, plans
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
@@ -234,7 +234,7 @@ def emulate(seen: list[Launch]) -> None:
         given = source.constants | values
         given["kinds"] = source.kept
         given.setdefault("rows", found.place[0][0])  # of a kernel that has a row in each program
-        cdf = given["L"].cdf if "L" in given else given.get("CDF", 0)
+        cdf = given["L"].cdf if hasattr(given.get("L"), "cdf") else given.get("CDF", 0)
         if source.name in EMULATED and CDFS[cdf] != "power":  # of others nobody reads results
             EMULATED[source.name](given)
         seen.append(found)
@@ -332,9 +332,9 @@ def _selectable(values: dict[str, Any]) -> None:
     _written(values, out=OPERATORS["selectable"].kernel(x, _number(values, "most").item()))
 
 
-def _solve_magnitudes(values: dict[str, Any]) -> None:
+def _size(values: dict[str, Any]) -> None:
     x = _matrix(values, "x", values["x_stride"])
-    given = (x, _number(values, "k"), _number(values, "tau"), values["P"], values["SIGNED"])
+    given = (x, _number(values, "k"), _number(values, "tau"), values["L"].p, values["L"].signed)
     y, hi, lo = OPERATORS["soft_topk_magnitude"].kernel(*given)
     _written(values, out=y, hi=hi, lo=lo)
 
@@ -456,7 +456,7 @@ def _around(values: dict[str, Any]) -> None:
         _memory(values["second_pointer"], other.dtype, *v.shape).copy_(torch.where(mask, other, 0))
 
 
-SOLVED = {counted.COUNT: _count}
+SOLVED = {counted.COUNT: _count, magnitude.SIZED: _size}
 
 EMULATED = {
     "_around": _around,
@@ -467,7 +467,6 @@ EMULATED = {
     "solve": _solve,
     "pull_rows": _pull_rows,
     "_resident_mask": _resident_mask,
-    "solve_magnitudes": _solve_magnitudes,
     "pull_magnitudes": _pull_magnitudes,
     "solve_budgets": _solve_budgets,
     "_rank_rows": _rank_rows,

@@ -18,6 +18,7 @@ __all__ = [
     "Law",
     "Matrix",
     "Nodes",
+    "Norm",
     "Pairs",
     "Problem",
     "Projected",
@@ -202,6 +203,15 @@ class Law(NamedTuple):
     output: int
     by: int
     polished: bool = False
+
+
+class Norm(NamedTuple):
+    """A constant: p of a top-k in magnitude, whether entries are ``signed`` and stand for their size, and
+    the exponent of its CDF if that is a whole number."""
+
+    p: float
+    signed: bool
+    whole: int
 
 
 class Problem(NamedTuple):

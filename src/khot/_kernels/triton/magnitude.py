@@ -18,7 +18,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import magnitude as reference
 from khot._kernels.triton import layout, split_magnitude
-from khot._kernels.triton.arguments import Threshold
+from khot._kernels.triton.arguments import Found, Norm, Problem, Threshold
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly, write_sizes_exactly
 from khot._kernels.triton.fast import split
@@ -35,60 +35,62 @@ from khot._kernels.triton.pooled_rows import (
     write_pooled,
     write_pull,
 )
-from khot._kernels.triton.rows import EVALUATIONS, entries, inside, load_rows, numbers, place_rows, rescue
-from khot._kernels.triton.sizes import cdiv
+from khot._kernels.triton.rows import (
+    EVALUATIONS,
+    at_of,
+    entries,
+    hold,
+    numbers,
+    place_rows,
+    rescue,
+    solver,
+    write_held,
+)
 
 # ------------------------------------------------------------------------------------- forward
 
 
-@triton.jit(do_not_specialize=["rows", "evaluations"])
-def solve_magnitudes(
-    x, k, tau, out_pointer, t, rows, n_columns, evaluations, power_high, P: tl.constexpr,
-    SIGNED: tl.constexpr, FINE: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr,
+@triton.jit
+def _find(
+    x, other, k, tau, row, there, n, evaluations, digits, exponent, L: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """The rows of a :class:`.arguments.Tile`, or one of any length that streams past. Where entries are
-    SIGNED they stand for their size. FINE says that all of it takes float64."""
-    PIECES: tl.constexpr = T.pieces
-    row, there = place_rows(rows, T.together)
-    ok = there & ~there
-    if not FINE:
-        column = tl.arange(0, T.width)
-        at = x.pointer + entries(row, x.stride, column, T.together)
-        held = ()
-        if not T.streams:
-            held = load_rows(at, there, n_columns, T.together, T.pieces, T.width, T.full)
-        own_k, k_rest = numbers(*k, row, there)
-        own_tau = numbers(*tau, row, there)[0]
-        power = tl.zeros((), tl.float32) + power_high
-        whole = (k_rest == 0) & (own_k == tl.floor(own_k))
-        hi, lo, ok = find_gamma(
-            held, at, there & whole, n_columns, own_k, own_tau, power, evaluations, P, SIGNED, WHOLE, T,
-            T.together == 1 and not T.streams,
-        )  # fmt: skip
-        tl.store(t.hi + row, hi.to(tl.float64), mask=ok)
-        tl.store(t.lo + row, lo.to(tl.float64), mask=ok)
-        given = pooled_values(hi, lo, own_tau, power, P, T.together)
-        to = out_pointer + entries(row, n_columns, column, T.together)
-        if T.streams:
-            write_pooled(at, to, ok, n_columns, given, P, WHOLE, T)
-        else:
-            for i in tl.static_range(PIECES):
-                valid = inside(ok, column + i * T.width, n_columns, T.together, T.full)
-                y = pooled_result(held[i], given, P, WHOLE).to(out_pointer.dtype.element_ty)
-                tl.store(to + i * T.width, y, mask=valid)
-
-    rescue(there & ~ok, row, _solve_exactly, (x, k, tau, out_pointer, t, n_columns, P, SIGNED, T), T.together)
+    at = at_of(x, row, T)
+    held = hold(x, at, row, there, n, T)
+    own_k, k_rest = numbers(*k, row, there)
+    own_tau = numbers(*tau, row, there)[0]
+    power = tl.zeros((), tl.float32) + exponent[0]
+    whole = (k_rest == 0) & (own_k == tl.floor(own_k))
+    hi, lo, ok = find_gamma(
+        held, at, there & whole, n, own_k, own_tau, power, evaluations, L.p, L.signed, L.whole, T,
+        T.together == 1 and not T.streams,
+    )  # fmt: skip
+    return hi.to(tl.float64), lo.to(tl.float64), ok, (held, at, hi, lo, own_tau, power)
 
 
 @triton.jit
-def _solve_exactly(row, x, k, tau, out_pointer, t, n, P: tl.constexpr, SIGNED: tl.constexpr, T: tl.constexpr):
+def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
+    held, at, hi, lo, tau, power = found
+    given = pooled_values(hi, lo, tau, power, L.p, T.together)
+    if T.streams:
+        write_pooled(at, out_pointer + row * n + tl.arange(0, T.width), ok, n, given, L, T)
+    else:
+        write_held(held, out_pointer, row, ok, n, pooled_result, given, L, T)
+
+
+@triton.jit
+def _solve_exactly(
+    row, x, other, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
     """One row, which is read a chunk at a time."""
     source = (x.pointer + row * x.stride, x.pointer, 0, n)
     k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_sizes_exactly(source, k, tau, P, SIGNED, T.chunk)
-    tl.store(t.hi + row, hi)
-    tl.store(t.lo + row, lo)
-    write_sizes_exactly(out_pointer + row * n, source, hi, lo, tau, P, SIGNED, T.chunk)
+    hi, lo = find_sizes_exactly(source, k, tau, L.p, L.signed, T.chunk)
+    tl.store(found.hi + row, hi)
+    tl.store(found.lo + row, lo)
+    write_sizes_exactly(found.out + row * n, source, hi, lo, tau, L.p, L.signed, T.chunk)
+
+
+SIZED = Problem(_find, _write, _solve_exactly)
 
 
 # ------------------------------------------------------------------------------------ backward
@@ -120,7 +122,7 @@ def pull_magnitudes(
     x, y, grad, grad_lo, k, t, tau, dx_pointer, dtau_pointer, rows, n_columns, P: tl.constexpr,
     SIGNED: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradients in x and τ. FINE is as for :func:`solve_magnitudes`."""
+    """The gradients in x and τ. FINE says that all of it takes float64."""
     row, there = place_rows(rows, T.together)
     ok = there & ~there
     if not FINE:
@@ -168,22 +170,22 @@ def _pull_exactly(
     )  # fmt: skip
 
 
-KERNELS = (solve_magnitudes, pull_magnitudes)
+KERNELS = (pull_magnitudes,)
 
 
 @functools.lru_cache(maxsize=1024)
-def _variants(rows: int, n: int, p: float, signed: bool, fine: bool) -> tuple[Variant, Variant, int, float]:
+def _variants(
+    rows: int, n: int, p: float, signed: bool, fine: bool
+) -> tuple[Variant, Variant, int, tuple[float, float]]:
     """What is launched forward and backward, in how many programs, and the exponent of z."""
     tile = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n)
-    power, _ = layout.power(cdfs.Power(p))
-    constants = {
-        "P": float(p), "SIGNED": signed, "FINE": fine, "num_warps": tile.warps, **layout.registers()
-    }  # fmt: skip
-    held = layout.constant(tile, n)
-    solver = variant(solve_magnitudes, WHOLE=layout.whole_of_sizes(p), T=held, **constants)
-    again = held._replace(pieces=min(tile.pieces, 4), full=False, streams=False)
-    puller = variant(pull_magnitudes, T=again, **constants)
-    return solver, puller, cdiv(rows, tile.together), power
+    start, programs = solver(SIZED, Norm(float(p), signed, layout.whole_of_sizes(p)), tile, rows, n)
+    again = layout.constant(tile, n)._replace(pieces=min(tile.pieces, 4), full=False, streams=False)
+    puller = variant(
+        pull_magnitudes, P=float(p), SIGNED=signed, FINE=fine, T=again, num_warps=tile.warps,
+        **layout.registers(),
+    )  # fmt: skip
+    return start, puller, programs, layout.power(cdfs.Power(p))
 
 
 def soft_topk_magnitude(
@@ -196,12 +198,14 @@ def soft_topk_magnitude(
     y, hi = s.new_empty(s.shape), s.new_empty(batch, dtype=torch.float64)
     lo = torch.empty_like(hi)
     rows, fine, source = hi.numel(), s.dtype == torch.float64, layout.rows(s, n)
-    given = layout.values(k, batch, s.device), layout.values(tau, batch, s.device), y, Threshold(hi, lo)
+    goal, tau_row = layout.values(k, batch, s.device), layout.values(tau, batch, s.device)
     if layout.splits(rows, n) and not fine:
-        split_magnitude.soft_topk_magnitude(source, *given, rows, n, p, signed)
+        t = Threshold(hi, lo)
+        split_magnitude.soft_topk_magnitude(source, goal, tau_row, y, t, rows, n, p, signed)
         return y, hi, lo
-    solver, _, programs, power = _variants(rows, n, p, signed, fine)
-    solver(programs, source, *given, rows, n, EVALUATIONS, power)
+    start, _, programs, power = _variants(rows, n, p, signed, fine)
+    found = Found(y, hi, lo)
+    start(programs, source, None, goal, tau_row, found, rows, n, EVALUATIONS, None, power)
     return y, hi, lo
 
 

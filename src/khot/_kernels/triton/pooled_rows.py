@@ -74,17 +74,17 @@ def pooled_values(hi, lo, tau, power, P: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def pooled_result(x, given, P: tl.constexpr, WHOLE: tl.constexpr):
+def pooled_result(x, given, L: tl.constexpr):
     """y with the sign of x. Given are hi, lo/τγ^(p−1), 1/τγ^(p−1), γ, τ and the exponent of z."""
     hi, shift, scale, gamma, tau, power = given
     s = size(x)
     z = (s - hi) * scale - shift
-    y = tl.where(z >= 1, unpooled(s, tau, P), gamma * value(s, hi, scale, shift, power, POWER, WHOLE))
+    y = tl.where(z >= 1, unpooled(s, tau, L.p), gamma * value(s, hi, scale, shift, power, POWER, L.whole))
     return tl.where(x < 0, -y, y)
 
 
 @triton.jit
-def write_pooled(at, to, ok, n, given, P: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr):
+def write_pooled(at, to, ok, n, given, L: tl.constexpr, T: tl.constexpr):
     """y of a row that is read again, or of a part of one, to where its entries go."""
     PIECES: tl.constexpr = T.pieces
     column = tl.arange(0, T.width)
@@ -92,7 +92,7 @@ def write_pooled(at, to, ok, n, given, P: tl.constexpr, WHOLE: tl.constexpr, T: 
         held = load_rows(at + start, ok, n - start, 1, T.pieces, T.width, False)
         for i in tl.static_range(PIECES):
             valid = inside(ok, column + (start + i * T.width), n, 1, False)
-            y = pooled_result(held[i], given, P, WHOLE).to(to.dtype.element_ty)
+            y = pooled_result(held[i], given, L).to(to.dtype.element_ty)
             tl.store(to + (start + i * T.width), y, mask=valid)
 
 

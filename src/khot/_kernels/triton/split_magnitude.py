@@ -18,7 +18,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout, split
-from khot._kernels.triton.arguments import Matrix, Rows, Scratch, Threshold, Values
+from khot._kernels.triton.arguments import Matrix, Norm, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import write_sizes_exactly
 from khot._kernels.triton.fast import split as halves
@@ -45,8 +45,8 @@ PULL, CAREFUL, PULLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _write_sizes(
-    x, tau, out_pointer, t, state_pointer, n_columns, length, parts, power_high, POOLED: tl.constexpr,
-    SIGNED: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr,
+    x, tau, out_pointer, t, state_pointer, n_columns, length, parts, power_high, L: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
     row, part = (program // parts).to(tl.int64), program % parts
@@ -58,13 +58,11 @@ def _write_sizes(
     done = tl.load(state_pointer + row * STATE + STATUS) == DONE
     if done:
         power = tl.zeros((), tl.float32) + power_high
-        given = pooled_values(
-            hi64.to(tl.float32), lo64.to(tl.float32), tau64.to(tl.float32), power, POOLED, 1
-        )
+        given = pooled_values(hi64.to(tl.float32), lo64.to(tl.float32), tau64.to(tl.float32), power, L.p, 1)
         column = tl.arange(0, T.width)
-        write_pooled(x_at + column, to + column, done, mine, given, POOLED, WHOLE, T)
+        write_pooled(x_at + column, to + column, done, mine, given, L, T)
     else:
-        write_sizes_exactly(to, (x_at, x_at, 0, mine), hi64, lo64, tau64, POOLED, SIGNED, T.chunk)
+        write_sizes_exactly(to, (x_at, x_at, 0, mine), hi64, lo64, tau64, L.p, L.signed, T.chunk)
 
 
 @triton.jit
@@ -171,12 +169,13 @@ def soft_topk_magnitude(
     """Fill out and t."""
     F = cdfs.Power(p)
     law, power = layout.law(F)._replace(whole=layout.whole_of_sizes(p)), layout.power(F)
-    which = {"POOLED": float(p), "SIGNED": signed}
-    scratch, cut = split.solve(source, k, tau, t, rows, n, law, power, fine=False, **which)
+    scratch, cut = split.solve(
+        source, k, tau, t, rows, n, law, power, fine=False, POOLED=float(p), SIGNED=signed
+    )  # fmt: skip
     launch(
         _write_sizes, rows * cut.parts,
         source, tau, out, t, scratch.state, n, cut.length, cut.parts, power[0],
-        WHOLE=law.whole, **which, **_held(cut),
+        L=Norm(float(p), signed, law.whole), **_held(cut),
     )  # fmt: skip
 
 
