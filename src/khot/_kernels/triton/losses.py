@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Tile
+from khot._kernels.triton.arguments import Found, Problem, Rows, Threshold, Tile, Values
 from khot._kernels.triton.exact import find_exactly, number64, share
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, double, inverse_of, joined, reciprocal, split, store, wide
@@ -34,13 +36,26 @@ from khot._kernels.triton.functions import (
     side,
 )
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.rows import entries, inside, load_rows, numbers, place_rows, rescue
-from khot._kernels.triton.sizes import cdiv
+from khot._kernels.triton.rows import (
+    EVALUATIONS,
+    at_of,
+    entries,
+    first_of,
+    hold,
+    inside,
+    load_rows,
+    numbers,
+    place_rows,
+    rescue,
+    solver,
+)
 from khot._kernels.triton.terms import PHI, normal_tail, unit, value
 from khot._kernels.triton.threshold import find, over
 
 __all__ = [
     "KERNELS",
+    "fenchel_young",
+    "fenchel_young_backward",
     "losses_exactly",
     "losses_of",
     "pull",
@@ -48,7 +63,6 @@ __all__ = [
     "pulls",
     "share_of",
     "target_sums",
-    "variants",
 ]
 
 CLOSE, SHORT = tl.constexpr(reference.CLOSE), tl.constexpr(reference.SHORT)
@@ -189,28 +203,6 @@ def losses_exactly(x_at, target_at, n, per, threshold, CDF: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def _loss_exactly(
-    row, x, target, k, tau, power, loss_pointer, share_pointer, t, n, L: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """One row, which is read a chunk at a time."""
-    WIDTH: tl.constexpr = T.chunk
-    x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
-    k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
-    sums = tl.zeros((WIDTH,), tl.float64)
-    for start in range(0, n, T.chunk):
-        column = start + tl.arange(0, T.chunk)
-        sums += double(tl.load(target_at + column, mask=column < n, other=0.0))
-    per = share_of(tl.sum(sums, axis=0), k)
-    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), L.cdf, T.chunk)
-    loss = tl.where((hi == hi) & (per == per), loss, float("nan"))
-    tl.store(loss_pointer + row, loss)
-    tl.store(share_pointer + row, per)
-    tl.store(t.hi + row, hi)
-    tl.store(t.lo + row, lo)
-
-
-@triton.jit
 def pull_entries_exactly(
     x_at, target_at, dx_at, n, per, threshold, grad, CDF: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -291,60 +283,75 @@ def losses_of(
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "evaluations"])
-def solve_losses(
-    x, target, k, tau, loss_pointer, share_pointer, t, rows, n_columns, evaluations, exponent,
-    L: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
+@triton.jit
+def _find(
+    x, target, k, tau, row, there, n, evaluations, digits, exponent, L: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """The rows of a :class:`.arguments.Tile`, or one of any length that streams past. FINE says that all of
-    it takes float64."""
-    row, there = place_rows(rows, T.together)
-    ok = there & ~there
-    if not FINE:
-        column = tl.arange(0, T.width)
-        at = x.pointer + entries(row, x.stride, column, T.together)
-        target_at = target.pointer + entries(row, target.stride, column, T.together)
-        own_k, k_rest = numbers(*k, row, there)
-        own_tau, _ = numbers(*tau, row, there)
-        mass, softness = target_sums(target_at, there, n_columns, T.together, T.pieces, T.width)
-        per64 = share_of(mass, own_k.to(tl.float64) + k_rest)
-        per = per64.to(tl.float32)
-        soft = there & ((per != 1) | (softness != 0))
+    """t of rows, and their losses."""
+    at, target_at = at_of(x, row, T), at_of(target, row, T)
+    own_k, k_rest = numbers(*k, row, there)
+    own_tau, _ = numbers(*tau, row, there)
+    mass, softness = target_sums(target_at, there, n, T.together, T.pieces, T.width)
+    per64 = share_of(mass, own_k.to(tl.float64) + k_rest)
+    per = per64.to(tl.float32)
+    soft = there & ((per != 1) | (softness != 0))
 
-        held = ()
-        if not T.streams:
-            held = load_rows(at, there, n_columns, T.together, T.pieces, T.width, T.full)
-        origin = tl.load(x.pointer + row * x.stride, mask=there, other=0.0).to(tl.float32)
-        origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
-        power = tl.zeros((), tl.float32) + exponent[0]
-        hi, lo, ok, inverse, _ = find(
-            held, at, origin, there, n_columns, own_k, k_rest, own_tau, power, evaluations, L, T,
-            T.together == 1 and not T.streams,
-        )  # fmt: skip
-        scale = inverse * unit(L.cdf)
-        given = (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power)
-        if any_row(soft, T.together):
-            loss = losses_of(
-                at, target_at, there, n_columns, wide(per, T.together), given, L.cdf, L.whole, True,
-                T.together, 1, T.width,
-            )  # fmt: skip
-        else:
-            loss = losses_of(
-                at, target_at, there, n_columns, 1.0, given, L.cdf, L.whole, False,
-                T.together, T.pieces if T.pieces < 4 else 4, T.width,
-            )  # fmt: skip
-        loss *= own_tau
-        ok = ok & (tl.abs(loss) < float("inf")) & (per == per)
-        tl.store(loss_pointer + row, loss, mask=ok)
-        tl.store(share_pointer + row, per64, mask=ok)
-        tl.store(t.hi + row, hi.to(tl.float64), mask=ok)
-        tl.store(t.lo + row, lo.to(tl.float64), mask=ok)
-
-    rescue(
-        there & ~ok, row, _loss_exactly,
-        (x, target, k, tau, joined(*exponent), loss_pointer, share_pointer, t, n_columns, L, T),
-        T.together,
+    held = hold(x, at, row, there, n, T)
+    origin = first_of(x, row, there)
+    power = tl.zeros((), tl.float32) + exponent[0]
+    hi, lo, ok, inverse, _ = find(
+        held, at, origin, there, n, own_k, k_rest, own_tau, power, evaluations, L, T,
+        T.together == 1 and not T.streams,
     )  # fmt: skip
+    scale = inverse * unit(L.cdf)
+    given = (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power)
+    if any_row(soft, T.together):
+        loss = losses_of(
+            at, target_at, there, n, wide(per, T.together), given, L.cdf, L.whole, True,
+            T.together, 1, T.width,
+        )  # fmt: skip
+    else:
+        loss = losses_of(
+            at, target_at, there, n, 1.0, given, L.cdf, L.whole, False,
+            T.together, T.pieces if T.pieces < 4 else 4, T.width,
+        )  # fmt: skip
+    loss *= own_tau
+    ok = ok & (tl.abs(loss) < float("inf")) & (per == per)
+    return hi.to(tl.float64), lo.to(tl.float64), ok, (loss, per64)
+
+
+@triton.jit
+def _write(to, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
+    loss_pointer, share_pointer = to
+    loss, per64 = found
+    tl.store(loss_pointer + row, loss, mask=ok)
+    tl.store(share_pointer + row, per64, mask=ok)
+
+
+@triton.jit
+def _solve_exactly(
+    row, x, target, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """One row, which is read a chunk at a time."""
+    WIDTH: tl.constexpr = T.chunk
+    x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
+    k, tau = number64(*k, row), number64(*tau, row)
+    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
+    sums = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, n, T.chunk):
+        column = start + tl.arange(0, T.chunk)
+        sums += double(tl.load(target_at + column, mask=column < n, other=0.0))
+    per = share_of(tl.sum(sums, axis=0), k)
+    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), L.cdf, T.chunk)
+    loss = tl.where((hi == hi) & (per == per), loss, float("nan"))
+    loss_pointer, share_pointer = found.out
+    tl.store(loss_pointer + row, loss)
+    tl.store(share_pointer + row, per)
+    tl.store(found.hi + row, hi)
+    tl.store(found.lo + row, lo)
+
+
+LOSS = Problem(_find, _write, _solve_exactly)
 
 
 @triton.jit
@@ -384,7 +391,8 @@ def pull_losses(
     x, target, grad, share_pointer, loss_pointer, t, tau, dx_pointer, dtau_pointer, rows, n_columns, exponent,
     L: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """dL/dx = F − T, and dL/dτ from the loss, times the gradient that comes in."""
+    """dL/dx = F − T, and dL/dτ from the loss, times the gradient that comes in. FINE says that all takes
+    float64."""
     row, there = place_rows(rows, T.together)
     ok = there & ~there
     if not FINE:
@@ -415,15 +423,36 @@ def pull_losses(
     )  # fmt: skip
 
 
-KERNELS = (solve_losses, pull_losses)
+KERNELS = (pull_losses,)
+
+
+def fenchel_young(
+    x: Rows, target: Rows, k: Values, tau: Values, results: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: int, n: int, F: cdfs.CDF,
+) -> None:  # fmt: skip
+    """Fill the losses, the shares of the targets, hi and lo."""
+    start, _, programs, power = _variants(rows, n, F, x.pointer.dtype == torch.float64)
+    found = Found(results[:2], *results[2:])
+    start(programs, x, target, k, tau, found, rows, n, EVALUATIONS, None, power)
+
+
+def fenchel_young_backward(
+    x: Rows, target: Rows, grad: Values, solved: tuple[Tensor, Tensor, Threshold], tau: Values, dx: Tensor,
+    dtau: Tensor, rows: int, n: int, F: cdfs.CDF,
+) -> None:  # fmt: skip
+    """Fill the gradients; solved are share, loss and the threshold."""
+    _, puller, programs, power = _variants(rows, n, F, x.pointer.dtype == torch.float64)
+    puller(programs, x, target, grad, *solved, tau, dx, dtau, rows, n, power)
 
 
 @functools.lru_cache(maxsize=1024)
-def variants(rows: int, n: int, F: cdfs.CDF, fine: bool) -> tuple[Variant, Variant, int]:
-    """What is launched for the losses and for their gradients, and in how many programs."""
-    tile = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n)
-    constants = {
-        "L": layout.law(F), "T": layout.constant(tile, n), "FINE": fine, "num_warps": tile.warps,
-        **layout.registers(),
-    }  # fmt: skip
-    return variant(solve_losses, **constants), variant(pull_losses, **constants), cdiv(rows, tile.together)
+def _variants(
+    rows: int, n: int, F: cdfs.CDF, fine: bool
+) -> tuple[Variant, Variant, int, tuple[float, float]]:
+    """What is launched for the losses and their gradients, in how many programs, and the exponent of z."""
+    tile, law = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n), layout.law(F)
+    puller = variant(
+        pull_losses, L=law, T=layout.constant(tile, n), FINE=fine, num_warps=tile.warps, **layout.registers()
+    )  # fmt: skip
+    start, programs = solver(LOSS, law, tile, rows, n)
+    return start, puller, programs, layout.power(F)

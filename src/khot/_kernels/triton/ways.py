@@ -205,18 +205,15 @@ def fenchel_young(
     batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
     loss = torch.empty(batch, dtype=torch.float64, device=x.device)
     results = loss, torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
-    rows, fine = loss.numel(), x.dtype == torch.float64
-    source, targets = layout.rows(x, n), layout.rows(target, n)
+    source, targets, file = layout.rows(x, n), layout.rows(target, n), _of_losses(x, loss.numel())
     given, temperature = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
-    if layout.splits(rows, n) and not fine:
-        kernels("split_losses").fenchel_young(source, targets, given, temperature, results, rows, n, F)
-        return results
-    solver, _, programs = kernels("losses").variants(rows, n, F, fine)
-    solver(
-        programs, source, targets, given, temperature, *results[:2], Threshold(*results[2:]), rows, n,
-        kernels("rows").EVALUATIONS, layout.power(F),
-    )  # fmt: skip
+    kernels(file).fenchel_young(source, targets, given, temperature, results, loss.numel(), n, F)
     return results
+
+
+def _of_losses(x: Tensor, rows: int) -> str:
+    splits = layout.splits(rows, x.shape[-1]) and x.dtype != torch.float64
+    return "split_losses" if splits else "losses"
 
 
 def fenchel_young_backward(
@@ -228,7 +225,6 @@ def fenchel_young_backward(
         return reference_losses.fenchel_young_backward(grad, x, target, share, loss, hi, lo, tau, cdf, shape)
     batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
     dx, dtau = x.new_empty(x.shape), hi.new_empty(batch)
-    rows, fine = dtau.numel(), x.dtype == torch.float64
     if not any(grad.stride()):  # one number for all rows, as a mean's
         grad = grad.as_strided((), ())
     source, targets, incoming = (
@@ -238,13 +234,9 @@ def fenchel_young_backward(
     )
     solved = share.contiguous(), loss.contiguous(), Threshold(hi.contiguous(), lo.contiguous())
     temperature = layout.values(tau, batch, x.device)
-    if layout.splits(rows, n) and not fine:
-        kernels("split_losses").fenchel_young_backward(
-            source, targets, incoming, solved, temperature, dx, dtau, rows, n, F
-        )
-        return dx, dtau
-    _, puller, programs = kernels("losses").variants(rows, n, F, fine)
-    puller(programs, source, targets, incoming, *solved, temperature, dx, dtau, rows, n, layout.power(F))
+    kernels(_of_losses(x, dtau.numel())).fenchel_young_backward(
+        source, targets, incoming, solved, temperature, dx, dtau, dtau.numel(), n, F
+    )
     return dx, dtau
 
 
