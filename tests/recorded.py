@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import around, counted, exact_sums, functions, magnitude, native, plans
+from khot._kernels.triton import around, counted, exact_sums, functions, magnitude, native, paid, plans
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
@@ -349,13 +349,13 @@ def _pull_magnitudes(values: dict[str, Any]) -> None:
     _written(values, dx=dx, dtau=dtau)
 
 
-def _solve_budgets(values: dict[str, Any]) -> None:
+def _budget(values: dict[str, Any]) -> None:
     law = values["L"]
     y, hi, lo = OPERATORS["soft_budget"].kernel(
         _matrix(values, "x", values["x_stride"]),
-        _matrix(values, "cost", values["cost_row"], values["cost_column"]),
-        _number(values, "budget"),
-        _number(values, "tau"), CDFS[law.cdf], 0.0, FORMS[law.by], values["AT_MOST"],
+        _matrix(values, "other", values["other_row"], values["other_column"]),
+        _number(values, "k") + values["digits_rest"], _number(values, "tau"),
+        CDFS[law.cdf], 0.0, FORMS[law.by], law.at_most,
     )  # fmt: skip
     _written(values, out=y, hi=hi, lo=lo)
 
@@ -456,7 +456,7 @@ def _around(values: dict[str, Any]) -> None:
         _memory(values["second_pointer"], other.dtype, *v.shape).copy_(torch.where(mask, other, 0))
 
 
-SOLVED = {counted.COUNT: _count, magnitude.SIZED: _size}
+SOLVED = {counted.COUNT: _count, magnitude.SIZED: _size, paid.PAID: _budget}
 
 EMULATED = {
     "_around": _around,
@@ -468,7 +468,6 @@ EMULATED = {
     "pull_rows": _pull_rows,
     "_resident_mask": _resident_mask,
     "pull_magnitudes": _pull_magnitudes,
-    "solve_budgets": _solve_budgets,
     "_rank_rows": _rank_rows,
     "_pull_ranks": functools.partial(_pull_laplace, "laplace_count_backward"),
     "_sort_rows": _sort_rows,

@@ -98,7 +98,7 @@ def streamed(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
         monkeypatch.setattr(kernels.layout, name, lambda rows, n: kernels.layout.Tile(1, 2, 8, 1, True))
     held = [
         cached
-        for module in ("counted", "losses", "magnitude", "pull", "resident_budget")
+        for module in ("counted", "losses", "magnitude", "paid", "pull")
         for name, cached in vars(sys.modules[f"khot._kernels.triton.{module}"]).items()
         if name in ("variants", "_variants", "_variant")
     ]

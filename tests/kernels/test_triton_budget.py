@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import os
 from types import ModuleType
@@ -53,8 +54,8 @@ def some(n: int, dtype: torch.dtype, shares: tuple[float, ...], step: int) -> tu
 def stream(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows stream past their program, 256 entries at a time."""
     monkeypatch.setattr(kernels.layout, "pair_tile", lambda rows, n: kernels.layout.Tile(1, 2, 128, 1, True))
-    for module in (kernels.resident_budget, kernels.pull):
-        monkeypatch.setattr(module, "_variant", module._variant.__wrapped__)
+    for module in (kernels.paid, kernels.pull):
+        monkeypatch.setattr(module, "_variant", inspect.unwrap(module._variant))
 
 
 # a CDF, the length of the rows, and whether the budget is a bound
@@ -159,8 +160,13 @@ def test_ordinary_rows_need_no_float64(
     """Rows with costs of about one size are decided in float32, whatever their scale, in few evaluations,
     forward and backward."""
     taken = []
-    for module, name in ((kernels.resident_budget, "_solve_exactly"), (kernels.pull, "_pull_exactly")):
-        monkeypatch.setattr(module, name, lambda *_: taken.append("rescue"))
+
+    def rescue(*_: object) -> None:
+        taken.append("rescue")
+
+    monkeypatch.setattr(kernels.paid, "PAID", kernels.paid.PAID._replace(exactly=rescue))
+    monkeypatch.setattr(kernels.paid, "_variant", inspect.unwrap(kernels.paid._variant))
+    monkeypatch.setattr(kernels.pull, "_pull_exactly", rescue)
     if long:
         stream(kernels, monkeypatch)
     iterate = kernels.threshold.taylor_step

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "Blocks",
     "Cells",
+    "Digits",
     "Drawn",
     "Duals",
     "Found",
@@ -135,6 +136,16 @@ class Blocks(NamedTuple):
     heads: Any = None
 
 
+class Digits(NamedTuple):
+    """Of budgets: what the two numbers of float32 leave of one; by how much what all entries cost may differ
+    from it (:mod:`.exact`); and, of Σ w f, what entries may be off by, and the least that tells anything."""
+
+    rest: float
+    slack: float
+    grain: float
+    floor: float
+
+
 class Drawn(NamedTuple):
     """Samples, how many are drawn of each row, and whether all rows are probabilities."""
 
@@ -196,13 +207,14 @@ class Sizes(NamedTuple):
 class Law(NamedTuple):
     """A constant: the CDF, its exponent if that is a whole number, what of it is asked for, and whether
     entries are counted or have costs (:data:`.exact_sums.BY`); and whether t is ``polished`` to the digits of
-    float64."""
+    float64, and a budget ``at_most`` spent."""
 
     cdf: int
     whole: int
     output: int
     by: int
     polished: bool = False
+    at_most: bool = False
 
 
 class Norm(NamedTuple):

@@ -33,7 +33,7 @@ from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import inverse_of, joined, plus, reciprocal, split, total, wide
 from khot._kernels.triton.functions import LOG, THRESHOLD, place
 from khot._kernels.triton.launch import Variant, launch, variant
-from khot._kernels.triton.resident_budget import share_of
+from khot._kernels.triton.paid import share_of
 from khot._kernels.triton.rows import entries, inside, numbers, place_rows, rescue
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 from khot._kernels.triton.split import last_of_row, total_of_parts

@@ -35,7 +35,7 @@ from khot._kernels.triton.exact_sums import BY_VALUE
 from khot._kernels.triton.fast import inverse_of, joined
 from khot._kernels.triton.functions import VALUE, place, put
 from khot._kernels.triton.launch import launch
-from khot._kernels.triton.resident_budget import (
+from khot._kernels.triton.paid import (
     bracket,
     dearest,
     facts_of,

@@ -9,7 +9,7 @@ What is in one file only is named in :data:`khot._kernels.gpu.FILES`.
 | | float64, longer than `layout.RESIDENT`; those of `split` if results are steep in t | `exact_split` |
 | its gradient | float32 and narrower | `pull` |
 | | float64, by the same lengths | `exact_backward`, `exact_split` |
-| soft budget | float32 and narrower; few of these that are long | `resident_budget`; `split_budget` |
+| soft budget | float32 and narrower; few of these that are long | `paid`; `split_budget` |
 | | float64 | `exact` |
 | its gradient | float32 and narrower; float64 | `pull`; `exact_backward` |
 | Fenchel-Young loss | all; few that are long, but not in float64 | `losses`; `split_losses` |
@@ -160,7 +160,7 @@ def soft_budget(
     if torch.float64 in (x.dtype, cost.dtype):
         kernels("exact").solve(source, prices, goal, tau_row, y, hi, lo, n, F, **how)
     else:
-        file = "split_budget" if layout.splits(rows, n) else "resident_budget"
+        file = "split_budget" if layout.splits(rows, n) else "paid"
         kernels(file).soft_budget(source, prices, goal, tau_row, y, hi, lo, rows, n, F, **how)
     return y, hi, lo
 

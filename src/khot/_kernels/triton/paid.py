@@ -1,4 +1,4 @@
-"""Soft budgets of rows that stay on chip or stream past one program, in float32.
+"""Soft budgets of rows that stay on chip or stream past one program: a sum of costs, for :mod:`.rows`.
 
 As :mod:`.counted`, with a sum of costs in the place of a count: one read of the scores and of the costs, few
 evaluations (:mod:`.threshold`, with the terms of :mod:`.costs`), one write. What float32 does not decide (a
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import costs, layout
-from khot._kernels.triton.arguments import Matrix, Rows, Threshold, Values
+from khot._kernels.triton.arguments import Digits, Found, Matrix, Problem, Rows, Values
 from khot._kernels.triton.costs import (
     as_bits,
     levels,
@@ -31,11 +31,19 @@ from khot._kernels.triton.costs import (
 from khot._kernels.triton.counted import result, row_values
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_SCORE, BY_VALUE
-from khot._kernels.triton.fast import LOG2E, inverse_of, joined, reciprocal, wide
+from khot._kernels.triton.fast import LOG2E, inverse_of, reciprocal, wide
 from khot._kernels.triton.functions import VALUE
-from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.rows import EVALUATIONS, entries, inside, numbers, place_rows, rescue
-from khot._kernels.triton.sizes import cdiv
+from khot._kernels.triton.launch import Variant
+from khot._kernels.triton.rows import (
+    EVALUATIONS,
+    at_of,
+    entries,
+    first_of,
+    inside,
+    numbers,
+    solver,
+    write_held,
+)
 from khot._kernels.triton.terms import holds, unit
 from khot._kernels.triton.threshold import (
     FLUSH,
@@ -48,8 +56,6 @@ from khot._kernels.triton.threshold import (
 )
 
 __all__ = [
-    "EVALUATIONS",
-    "KERNELS",
     "bracket",
     "dearest",
     "facts_of",
@@ -119,8 +125,7 @@ def bracket(x, at, n, per, quantile, T: tl.constexpr):
 def origin_of(x, row, there, BY: tl.constexpr):
     """What scores are less by in the moments of rows."""
     if BY == BY_SCORE:
-        origin = tl.load(x.pointer + row * x.stride, mask=there, other=0.0).to(tl.float32)
-        return tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
+        return first_of(x, row, there)
     else:
         return row.to(tl.float32) * 0
 
@@ -168,51 +173,6 @@ def spends_at_zero(sums, k, k_rest, n, power, CDF: tl.constexpr, BY: tl.constexp
 
 
 @triton.jit
-def _find(
-    x, at, origin, there, n_columns, k, k_rest, per, good, tau, power, evaluations, digits, L: tl.constexpr,
-    AT_MOST: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """t of rows, where entries spend k, in the units of their costs, of which `per` make one; and which of
-    the rows have one. Also returned are 1/τ and what k leaves of all costs."""
-    COUNT: tl.constexpr = paid_count(L.cdf, L.by) + 1
-    grain, floor = digits
-    found = over(
-        x, at, n_columns, paid_moments, (wide(origin, T.together), grain, L), moment_count(L.by), T, per,
-        BY=L.by,
-    )  # fmt: skip
-    n, rest, inverse, finite = facts_of(found, k, k_rest, tau)
-    scale = inverse * unit(L.cdf)
-    ok = good & there & finite
-    loose = ok & ~ok
-    if AT_MOST:
-        # whether t = 0 spends less than there is, or more, or whether that is not clear
-        nothing = tl.zeros((), tl.float32)
-        sums = over(
-            x, at, n_columns, paid_terms, (nothing, nothing, wide(scale, T.together), power, L, grain), COUNT,
-            T, per, BY=L.by,
-        )  # fmt: skip
-        less, clear = spends_at_zero(sums, k, k_rest, n, power, L.cdf, L.by)
-        loose = ok & clear & less
-        ok = ok & clear
-    ok = ok & (loose | ((rest > 0) & holds(n, rest, power, L.cdf)))
-    hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, tau, power, L.cdf, L.by)
-    if L.by == BY_VALUE:
-        low, high = bracket(x, at, n_columns, per, quantile, T)
-        hi = tl.where((hi > low) & (hi < high), hi, 0.5 * (low + high))
-    ok = ok & (loose | (tl.abs(hi) < 1e30))
-    hi = tl.where(loose, 0.0, hi)
-    lo = hi * 0
-    hi, lo, solved = iterate(
-        x, at, n_columns, (hi, lo, low, high, crowd), loose | ~ok, (n, k, k_rest, tau, inverse, power),
-        evaluations, L, T, base=per, grain=grain, floor=floor,
-    )  # fmt: skip
-    ok = ok & solved
-    if AT_MOST:
-        ok = ok & (loose | (hi > 0))
-    return hi, lo, ok, inverse, rest
-
-
-@triton.jit
 def share_of(x, w, values, L: tl.constexpr):
     """y of entries, by what :func:`.counted.row_values` has of their rows."""
     if L.by == BY_VALUE:
@@ -235,68 +195,93 @@ def write_shares(at, to, ok, n, per, values, L: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _solve_exactly(
-    row, x, cost, out_pointer, t, n, budget, budget_rest, tau, slack, power, L: tl.constexpr,
-    AT_MOST: tl.constexpr, T: tl.constexpr,
+def _find(
+    x, cost, k, tau, row, there, n_columns, evaluations, digits, exponent, L: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """One row in float64, which is read again a chunk at a time."""
-    source = (x.pointer + row * x.stride, cost.pointer + row * cost.row, cost.column, n)
-    budget, tau = number64(*budget, row) + budget_rest, number64(*tau, row)
-    hi, lo = find_exactly(source, budget, tau, slack, power, L.cdf, L.by, AT_MOST, T.chunk)
-    tl.store(t.hi + row, hi)
-    tl.store(t.lo + row, lo)
-    write_exactly(out_pointer + row * n, source, (hi, lo, tau, power), L.cdf, L.by, VALUE, T.chunk)
-
-
-@triton.jit(do_not_specialize=["rows", "evaluations"])
-def solve_budgets(
-    x, cost, budget, budget_rest, tau, out_pointer, t, rows, n_columns, evaluations, slack, digits, exponent,
-    L: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """The rows of a :class:`.arguments.Tile`; or one of any length that streams past."""
-    PIECES: tl.constexpr = T.pieces
-    row, there = place_rows(rows, T.together)
     column = tl.arange(0, T.width)
     cost_at = cost.pointer + entries(row, cost.row, column.to(tl.int64) * cost.column, T.together)
-    at = (x.pointer + entries(row, x.stride, column, T.together), cost_at, cost.column)
+    at = (at_of(x, row, T), cost_at, cost.column)
     pairs = ()
     if T.streams:
         per, good = unit_of_costs(dearest(at, n_columns, T.width))
     else:
         pairs, per, good = _load_pairs(at, there, n_columns, T)
     origin = origin_of(x, row, there, L.by)
-    k, k_rest = numbers(*budget, row, there)
-    own_tau, _ = numbers(*tau, row, there)
+    k, k_rest = numbers(*k, row, there)
+    k, k_rest = k * per, k_rest * per
+    tau, _ = numbers(*tau, row, there)
     power = tl.zeros((), tl.float32) + exponent[0]
-    hi, lo, ok, inverse, rest = _find(
-        pairs, at, origin, there, n_columns, k * per, k_rest * per, per, good, own_tau, power, evaluations,
-        digits, L, AT_MOST, T,
+
+    grain = digits.grain
+    found = over(
+        pairs, at, n_columns, paid_moments, (wide(origin, T.together), grain, L), moment_count(L.by), T, per,
+        BY=L.by,
     )  # fmt: skip
+    n, rest, inverse, finite = facts_of(found, k, k_rest, tau)
+    scale = inverse * unit(L.cdf)
+    ok = good & there & finite
+    loose = ok & ~ok
+    if L.at_most:
+        # whether t = 0 spends less than there is, or more, or whether that is not clear
+        COUNT: tl.constexpr = paid_count(L.cdf, L.by) + 1
+        nothing = tl.zeros((), tl.float32)
+        sums = over(
+            pairs, at, n_columns, paid_terms,
+            (nothing, nothing, wide(scale, T.together), power, L, grain), COUNT, T, per, BY=L.by,
+        )  # fmt: skip
+        less, clear = spends_at_zero(sums, k, k_rest, n, power, L.cdf, L.by)
+        loose = ok & clear & less
+        ok = ok & clear
+    ok = ok & (loose | ((rest > 0) & holds(n, rest, power, L.cdf)))
+    hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, tau, power, L.cdf, L.by)
+    if L.by == BY_VALUE:
+        low, high = bracket(pairs, at, n_columns, per, quantile, T)
+        hi = tl.where((hi > low) & (hi < high), hi, 0.5 * (low + high))
+    ok = ok & (loose | (tl.abs(hi) < 1e30))
+    hi = tl.where(loose, 0.0, hi)
+    lo = hi * 0
+    hi, lo, solved = iterate(
+        pairs, at, n_columns, (hi, lo, low, high, crowd), loose | ~ok, (n, k, k_rest, tau, inverse, power),
+        evaluations, L, T, base=per, grain=grain, floor=digits.floor,
+    )  # fmt: skip
+    ok = ok & solved
+    if L.at_most:
+        ok = ok & (loose | (hi > 0))
 
     apart = per.to(tl.float64) if L.by == BY_VALUE else 1.0
-    tl.store(t.hi + row, hi.to(tl.float64) * apart, mask=ok)
-    tl.store(t.lo + row, lo.to(tl.float64) * apart, mask=ok)
-    values = row_values(hi, lo, inverse, k * per > rest, power, L.cdf, T.together)
-    to = out_pointer + entries(row, n_columns, column, T.together)
+    found = (pairs, at, per, hi, lo, inverse, k > rest, power)
+    return hi.to(tl.float64) * apart, lo.to(tl.float64) * apart, ok, found
+
+
+@triton.jit
+def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
+    pairs, at, per, hi, lo, inverse, above_half, power = found
+    values = row_values(hi, lo, inverse, above_half, power, L.cdf, T.together)
     if T.streams:
-        write_shares(at, to, ok, n_columns, per, values, L, T.width)
+        write_shares(at, out_pointer + row * n + tl.arange(0, T.width), ok, n, per, values, L, T.width)
     else:
-        for i in tl.static_range(PIECES):
-            valid = inside(ok, column + i * T.width, n_columns, T.together, T.full)
-            y = share_of(pairs[i][0], pairs[i][1], values, L)
-            tl.store(to + i * T.width, y.to(out_pointer.dtype.element_ty), mask=valid)
-
-    rescue(
-        there & ~ok, row, _solve_exactly,
-        (
-            x, cost, out_pointer, t, n_columns, budget, budget_rest, tau, slack, joined(*exponent), L,
-            AT_MOST, T,
-        ),
-        T.together,
-    )  # fmt: skip
+        write_held(pairs, out_pointer, row, ok, n, _share_of_pair, values, L, T)
 
 
-KERNELS = (solve_budgets,)
+@triton.jit
+def _share_of_pair(pair, values, L: tl.constexpr):
+    return share_of(pair[0], pair[1], values, L)
+
+
+@triton.jit
+def _solve_exactly(
+    row, x, cost, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """One row in float64, which is read again a chunk at a time."""
+    source = (x.pointer + row * x.stride, cost.pointer + row * cost.row, cost.column, n)
+    budget, tau = number64(*k, row) + digits.rest, number64(*tau, row)
+    hi, lo = find_exactly(source, budget, tau, digits.slack, power, L.cdf, L.by, L.at_most, T.chunk)
+    tl.store(found.hi + row, hi)
+    tl.store(found.lo + row, lo)
+    write_exactly(found.out + row * n, source, (hi, lo, tau, power), L.cdf, L.by, VALUE, T.chunk)
+
+
+PAID = Problem(_find, _write, _solve_exactly)
 
 
 def soft_budget(
@@ -316,12 +301,9 @@ def soft_budget(
     slack: float,
 ) -> None:
     """Fill out, hi and lo. The budget is as for :func:`.exact.solve`."""
-    start, programs, digits, power = _variant(rows, n, F, by, at_most)
-    amount, rest = Values(*budget[:4]), budget[4]
-    t = Threshold(hi, lo)
-    start(
-        programs, source, cost, amount, rest, tau, out, t, rows, n, EVALUATIONS, slack, digits, power
-    )  # fmt: skip
+    start, programs, sums, power = _variant(rows, n, F, by, at_most)
+    digits, found = Digits(budget[4], slack, *sums), Found(out, hi, lo)
+    start(programs, source, cost, Values(*budget[:4]), tau, found, rows, n, EVALUATIONS, digits, power)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -330,9 +312,6 @@ def _variant(
 ) -> tuple[Variant, int, tuple[float, float], tuple[float, float]]:
     """What is launched, in how many programs; the grain and the floor of Σ w f; and the exponent of z."""
     tile = layout.pair_tile(rows, n)
-    solver = variant(
-        solve_budgets, L=layout.law(F, by), T=layout.constant(tile, n), AT_MOST=at_most,
-        num_warps=tile.warps, **layout.registers(),
-    )  # fmt: skip
+    law = layout.law(F, by)._replace(at_most=at_most)
     together = FLUSH.value * tile.pieces * tile.width if tile.streams else n  # whose sum is to be exact
-    return solver, cdiv(rows, tile.together), costs.digits(n, together), layout.power(F)
+    return *solver(PAID, law, tile, rows, n), costs.digits(n, together), layout.power(F)
