@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib
 import inspect
 import json
@@ -206,6 +207,40 @@ def test_no_kernel_is_built_for_a_count() -> None:
     for kernel in kernels:
         special = {p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)}
         assert not special & COUNTS, kernel.__name__
+
+
+def problems() -> dict[str, Any]:
+    """What the row program solves, by file and name."""
+    from khot._kernels.triton.arguments import Problem
+
+    return {
+        f"{module.__name__.rpartition('.')[2]}.{name}": value
+        for module in (importlib.import_module(f"khot._kernels.triton.{p.stem}") for p in FOLDER.glob("*.py"))
+        for name, value in vars(module).items()
+        if isinstance(value, Problem)
+    }
+
+
+@pytest.mark.parametrize("member", ["find", "write", "exactly"])
+def test_what_is_compiled_is_known_by_every_body(member: str) -> None:
+    """Triton writes a constant tuple of functions down by their names: with an upgrade of khot it would take
+    what it compiled before from its files."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter builds nothing")
+    from triton.compiler import ASTSource
+
+    from khot._kernels.triton.rows import solve
+
+    at = solve.arg_names.index("P")
+    kinds = dict.fromkeys(solve.arg_names, "i32") | {"P": "constexpr"}
+    assert set(problems()) == {"counted.COUNT", "paid.PAID", "magnitude.SIZED", "losses.LOSS"}
+    keys = set()
+    for problem in problems().values():
+        changed = copy.copy(getattr(problem, member))
+        changed._unsafe_update_src(f"{changed.src}\n    pass")
+        for each in (problem, problem._replace(**{member: changed})):
+            keys.add(ASTSource(solve, kinds, {(at,): each}, {}).hash())
+    assert len(keys) == 2 * len(problems())
 
 
 def test_sizes_are_those_of_triton() -> None:
