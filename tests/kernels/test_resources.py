@@ -37,7 +37,7 @@ def test_machine_code_is_as_recorded(calls: str) -> None:
     ],
 )
 def test_what_grew_is_told(change: dict[str, object], told: int) -> None:
-    recorded = {"kernel": "solve_rows", "instructions": 1_000, "registers": 100, "spills": 0, "shared": 48}
+    recorded = {"kernel": "solve", "instructions": 1_000, "registers": 100, "spills": 0, "shared": 48}
     assert len(list(resources.faults({"a call": recorded | change}, {"a call": recorded}))) == told
     unknown = list(resources.faults({"another": recorded | change}, {"a call": recorded}))
     assert len(unknown) == ("error" in change)
