@@ -424,7 +424,7 @@ def test_ordinary_thresholds_take_one_step_in_float64(
 
     tile = {"together": (4, 1, 256, 1), "alone": (1, 2, 128, 1), "past": (1, 2, 64, 1, True)}[layout]
     monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(*tile))
-    monkeypatch.setattr(kernels.counted, "find_exactly", none)
+    monkeypatch.setattr(kernels.exact, "find_exactly", none)
     monkeypatch.setattr(kernels.polish, "STEPS", kernels.polish.tl.constexpr(steps))
     x = torch.randn(4, 250, generator=torch.Generator().manual_seed(2))
     args = (number(31.3), number(0.7), cdf, CDFS[cdf], "threshold")

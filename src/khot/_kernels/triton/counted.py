@@ -15,8 +15,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Problem, Rows, Values
-from khot._kernels.triton.exact import find_exactly, number64, write_exactly
-from khot._kernels.triton.exact_sums import BY_COUNT
+from khot._kernels.triton.exact import solve_row
 from khot._kernels.triton.fast import joined, reciprocal, split, store, wide, word_of
 from khot._kernels.triton.functions import LOG, LOGISTIC, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant
@@ -91,7 +90,8 @@ def result(x, given, L: tl.constexpr):
 def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
     held, at, hi, lo, inverse, above_half, power, t = found
     if L.output == THRESHOLD:
-        _store_rounded(out_pointer, row, t, ok)
+        if out_pointer is not None:  # in the scores' dtype
+            store(out_pointer + row, t, ok)
     else:
         values = row_values(hi, lo, inverse, above_half, power, L.cdf, T.together)
         if T.streams:
@@ -100,13 +100,6 @@ def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
             _write_words(held, at, out_pointer + row * n, ok, n, values, L, T)
         else:
             write_held(held, out_pointer, row, ok, n, result, values, L, T)
-
-
-@triton.jit
-def _store_rounded(pointer, row, t, there):
-    """The threshold in the scores' dtype, if it is asked for."""
-    if pointer is not None:
-        store(pointer + row, t, there)
 
 
 @triton.jit
@@ -143,24 +136,7 @@ def write_backwards(at, to, begin, end, ok, values, L: tl.constexpr, T: tl.const
             tl.store(to + (start + i * T.width), out, mask=valid)
 
 
-@triton.jit
-def _solve_exactly(
-    row, x, other, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
-):  # fmt: skip
-    """One row in float64, which is read again a chunk at a time."""
-    x_at = x.pointer + row * x.stride
-    source = (x_at, x_at, 0, n)
-    k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_exactly(source, k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
-    tl.store(found.hi + row, hi)
-    tl.store(found.lo + row, lo)
-    if L.output == THRESHOLD:
-        _store_rounded(found.out, row, hi + lo, row >= 0)
-    else:
-        write_exactly(found.out + row * n, source, (hi, lo, tau, power), L.cdf, BY_COUNT, L.output, T.chunk)
-
-
-COUNT = Problem(_find, _write, _solve_exactly)
+COUNT = Problem(_find, _write, solve_row)
 
 
 def soft_topk(

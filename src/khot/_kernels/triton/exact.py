@@ -20,7 +20,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Matrix, Rows, Threshold, Values
+from khot._kernels.triton.arguments import Digits, Found, Matrix, Rows, Tile, Values
 from khot._kernels.triton.exact_steps import (
     FARTHEST,
     NOISE,
@@ -73,6 +73,7 @@ __all__ = [
     "row_source",
     "share",
     "solve",
+    "solve_row",
     "write_exactly",
 ]
 
@@ -363,20 +364,26 @@ def _quantile(left, rest, free, power, CDF: tl.constexpr):
 
 
 @triton.jit
-def solve_exactly(
-    x, cost, goal, goal_rest, tau, out_pointer, t, n, slack, exponent, L: tl.constexpr, AT_MOST: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    power = joined(*exponent)
+def solve_row(row, x, cost, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr):
+    """One row, as :class:`.arguments.Problem` has it: a count, or a budget with its digits."""
     source = row_source(x, cost, row, n, L.by)
-    own_goal = number64(*goal, row) + goal_rest
-    own_tau = number64(*tau, row)
-    hi, lo = find_exactly(source, own_goal, own_tau, slack, power, L.cdf, L.by, AT_MOST, WIDTH)
-    tl.store(t.hi + row, hi)
-    tl.store(t.lo + row, lo)
+    goal, slack, own_tau = number64(*k, row), 0.0, number64(*tau, row)
+    if digits is not None:
+        goal, slack = goal + digits.rest, digits.slack
+    hi, lo = find_exactly(source, goal, own_tau, slack, power, L.cdf, L.by, L.at_most, T.chunk)
+    tl.store(found.hi + row, hi)
+    tl.store(found.lo + row, lo)
     if L.output != THRESHOLD:
-        write_exactly(out_pointer + row * n, source, (hi, lo, own_tau, power), L.cdf, L.by, L.output, WIDTH)
+        write_exactly(found.out + row * n, source, (hi, lo, own_tau, power), L.cdf, L.by, L.output, T.chunk)
+    elif found.out is not None:
+        store(found.out + row, hi + lo, row >= 0)
+
+
+@triton.jit
+def solve_exactly(x, cost, k, tau, found, n, digits, exponent, L: tl.constexpr, T: tl.constexpr):
+    solve_row(
+        tl.program_id(0).to(tl.int64), x, cost, k, tau, found, n, digits, joined(*exponent), L, T
+    )  # fmt: skip
 
 
 KERNELS = (solve_exactly,)
@@ -406,8 +413,10 @@ def solve(
 ) -> None:
     """Fill hi and lo, and out unless only the threshold is asked for. The goal is k or a budget, as
     :func:`.layout.values` has it, and what is left of it (:func:`.layout.rest`)."""
+    held, law = chunk(n), layout.law(F, by, output)._replace(at_most=at_most)
+    found = Found(out if output in ("y", "log") else None, hi, lo)
     launch(
         solve_exactly, hi.numel(),
-        source, cost, Values(*goal[:4]), goal[4], tau, out, Threshold(hi, lo), n, slack, layout.power(F),
-        L=layout.law(F, by, output), AT_MOST=at_most, **chunk(n),
+        source, cost, Values(*goal[:4]), tau, found, n, Digits(goal[4], slack, 0.0, 0.0), layout.power(F),
+        L=law, T=Tile(1, 1, held["WIDTH"], False, True, held["WIDTH"]), num_warps=held["num_warps"],
     )  # fmt: skip

@@ -29,10 +29,9 @@ from khot._kernels.triton.costs import (
     unit_of_costs,
 )
 from khot._kernels.triton.counted import result, row_values
-from khot._kernels.triton.exact import find_exactly, number64, write_exactly
+from khot._kernels.triton.exact import solve_row
 from khot._kernels.triton.exact_sums import BY_SCORE, BY_VALUE
 from khot._kernels.triton.fast import LOG2E, inverse_of, reciprocal, wide
-from khot._kernels.triton.functions import VALUE
 from khot._kernels.triton.launch import Variant
 from khot._kernels.triton.rows import (
     EVALUATIONS,
@@ -268,20 +267,7 @@ def _share_of_pair(pair, values, L: tl.constexpr):
     return share_of(pair[0], pair[1], values, L)
 
 
-@triton.jit
-def _solve_exactly(
-    row, x, cost, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
-):  # fmt: skip
-    """One row in float64, which is read again a chunk at a time."""
-    source = (x.pointer + row * x.stride, cost.pointer + row * cost.row, cost.column, n)
-    budget, tau = number64(*k, row) + digits.rest, number64(*tau, row)
-    hi, lo = find_exactly(source, budget, tau, digits.slack, power, L.cdf, L.by, L.at_most, T.chunk)
-    tl.store(found.hi + row, hi)
-    tl.store(found.lo + row, lo)
-    write_exactly(found.out + row * n, source, (hi, lo, tau, power), L.cdf, L.by, VALUE, T.chunk)
-
-
-PAID = Problem(_find, _write, _solve_exactly)
+PAID = Problem(_find, _write, solve_row)
 
 
 def soft_budget(
