@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import fresh
 import khot
 from khot import _config as config
 from khot import _kernels as kernels
@@ -197,13 +198,7 @@ for warning in told:
 
 def warned(kernels: str) -> list[str]:
     """What a pure build says when operators are used, and where."""
-    done = subprocess.run(
-        [sys.executable, "-c", USE],
-        env={**os.environ, "KHOT_KERNELS": kernels},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = fresh.run(USE, KHOT_KERNELS=kernels)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
@@ -258,35 +253,27 @@ def test_help_and_refusals_do_not_wait_for_torch(alone: dict[tuple[str, ...], Ru
     assert "'xyz'" in alone[OTHER].stderr and "info" in alone[OTHER].stderr
 
 
+MODULE = """
+import os, runpy, sys
+{}
+runpy.run_module("khot", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_module_is_the_same_command(alone: dict[tuple[str, ...], Run]) -> None:
-    run = subprocess.run([sys.executable, "-m", "khot", "--version"], capture_output=True, text=True)
+    run = fresh.run(MODULE.format(""), "--version")
     assert (run.returncode, run.stdout, run.stderr) == alone[VERSION]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
 def test_output_that_cannot_be_written_is_one_line() -> None:
-    with open("/dev/full", "w") as full:
-        run = subprocess.run(
-            [sys.executable, "-m", "khot", "info"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-        )
+    run = fresh.run(MODULE.format("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"), "info")
     assert (run.returncode, run.stderr) == (2, "khot: cannot write the output: No space left on device\n")
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as closed:
-        run = subprocess.run(
-            [sys.executable, "-m", "khot", "info"],
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-        )
+    closed = "read, write = os.pipe(); os.dup2(write, 1); os.close(write); os.close(read)"
+    run = fresh.run(MODULE.format(closed), "info")
     assert (run.returncode, run.stderr) == (1, "")
 
 

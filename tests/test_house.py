@@ -6,12 +6,12 @@ import importlib.metadata
 import importlib.resources
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import fresh
 import khot
 from khot import cdfs
 
@@ -66,9 +66,8 @@ before = set(sys.modules)
 import khot
 print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
+    run = fresh.run(program)
+    assert run.returncode == 0, run.stderr
     assert set(json.loads(run.stdout)) - sys.stdlib_module_names - {"torch"} == {"khot"}
 
 

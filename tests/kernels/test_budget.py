@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Generator
 
+import fresh
 from budget_rows import CDFS, check_gradients, check_rows, check_slack, check_sums, far, numbers, table
 from khot import _kernels as kernels
 from khot._kernels.reference import budget_mask as hard
@@ -279,8 +280,5 @@ assert (tiny * 1).count_nonzero() == tiny.numel()
 
 def test_threads_that_a_long_row_starts_keep_subnormal_numbers() -> None:
     """A new thread inherits the mode of the one that starts it, and keeps it for whatever torch does."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", NEW_THREADS], capture_output=True, text=True, env=environment
-    )
+    done = fresh.run(NEW_THREADS)
     assert done.returncode == 0, done.stderr

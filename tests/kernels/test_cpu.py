@@ -7,7 +7,6 @@ import gc
 import itertools
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fresh
 import khot
 import oracles
 from khot import _kernels as kernels
@@ -475,14 +475,8 @@ def test_the_choice_of_kernels(choice: str) -> None:
         "import khot, torch; from khot import _kernels as kernels; print(kernels.active()['cpu'])\n"
         "print(khot.sigmoid_topk(torch.arange(300.0) / 50, 30).sum().item())"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "KHOT_KERNELS": choice},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    run = fresh.run(program, KHOT_KERNELS=choice)
+    assert run.returncode == 0, run.stderr
     active, total = run.stdout.split("\n")[:2]
     built = any(Path(khot.__file__).parent.glob("_C.*"))
     if choice == "reference" or not built:
@@ -496,13 +490,7 @@ def test_the_choice_of_kernels(choice: str) -> None:
     ("choice", "message"), [("fast", "KHOT_KERNELS must be one of"), ("triton", "needs TRITON_INTERPRET=1")]
 )
 def test_an_unknown_choice_is_an_error(choice: str, message: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", "import khot"],
-        env={**os.environ, "KHOT_KERNELS": choice, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = fresh.run("import khot", KHOT_KERNELS=choice, TRITON_INTERPRET="0")
     assert run.returncode != 0 and message in run.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fresh
 import khot
 import oracles
 from khot.nn import TopKAttention, attention, selected_attention, topk_attention
@@ -770,8 +769,8 @@ def test_the_first_call_does_not_import_sympy() -> None:
         "import sys, torch, khot; q = torch.ones(2, 3); khot.nn.topk_attention(q, q, q, 1); "
         "khot.nn.topk_attention(q[None], q, q, 1); print('sympy' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert ran.stdout.strip() == "False"
+    ran = fresh.run(code)
+    assert ran.stdout.strip() == "False", ran.stderr
 
 
 def test_compiled_for_any_size_it_takes_masks_and_numbers_of_one_size() -> None:

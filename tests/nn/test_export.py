@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import io
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import fresh
 import khot
 from khot._core.dispatch import OPERATORS
 from khot._kernels.reference.topk_mask import sorted_topk_mask
@@ -269,7 +268,8 @@ def test_saved_router_in_a_new_process(tmp_path: Path) -> None:
         "routing = torch.export.load(sys.argv[1]).module()(torch.ones(2, 7, 5))\n"
         "assert type(routing) is khot.nn.Routing and routing.selection.sum() == 28"
     )
-    subprocess.run([sys.executable, "-c", code, path], check=True)
+    done = fresh.run(code, path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
