@@ -131,7 +131,7 @@ def test_derivatives_where_all_bounds_are_met(case: str, cdf: Any) -> None:
         }[case]
         return khot.soft_assign(x, **args, tau=tau, cdf=cdf)
 
-    assert torch.autograd.gradcheck(call, (x, k, tau), check_forward_ad=True)
+    assert torch.autograd.gradcheck(call, (x, k, tau), check_forward_ad=True, fast_mode=True)
 
 
 # ------------------------------------------------------------------------------------------ flat sums
@@ -335,7 +335,7 @@ def test_what_no_matrix_meets_is_told_from_what_was_not_found(
         monkeypatch.setattr(given, "follow", lambda *_: None)
         monkeypatch.setattr(given, "_safe", lambda *_: None)
     seen = {True: 0, False: 0}
-    for seed in range(150):
+    for seed in range(60):
         x, args, possible = masked_problem(seed)
         if possible and found:
             assert not bool(khot.soft_assign(x, **args, tau=0.3, cdf=cdf).isnan().any())
@@ -344,7 +344,7 @@ def test_what_no_matrix_meets_is_told_from_what_was_not_found(
             with pytest.raises(kind, match="^soft_assign did not converge" if possible else " must "):
                 khot.soft_assign(x, **args, tau=0.3, cdf=cdf)
         seen[possible] += 1
-    assert min(seen.values()) > 30
+    assert min(seen.values()) > 12
 
 
 def test_one_matrix_of_a_batch_has_no_solution() -> None:

@@ -182,9 +182,10 @@ def test_gradients(cdf: Any, by: str, at_most: bool) -> None:
     def call(x: Tensor, cost: Tensor, budget: Tensor, tau: Tensor) -> Tensor:
         return khot.soft_budget(x, cost, budget, tau=tau, cdf=cdf, by=by, at_most=at_most)
 
-    assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
+    # along random directions: the second derivatives of all entries took a hundred times as long
+    assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, fast_mode=True)
     if cdf != "uniform":  # has kinks
-        assert torch.autograd.gradgradcheck(call, leaves)
+        assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
 @every_cdf
@@ -379,7 +380,7 @@ def test_the_mask_of_a_budget_without_limit() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_mask_pays_for_the_entries_whose_costs_were_added(dtype: torch.dtype) -> None:
     """For all of them, or for the best few; and the budget is exceeded by no more than it says."""
-    for seed in range(60):
+    for seed in range(20):
         g = torch.Generator().manual_seed(seed)
         n = (7, 60, 700, 9000)[int(torch.randint(0, 4, (), generator=g))]
         x = torch.randn(n, generator=g)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from command import invoke
 from reproduce.harness import study
@@ -36,16 +38,19 @@ class Smoke:
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Smoke]:
-    """``smoke(name)`` is what ``python -m reproduce NAME --smoke`` leaves."""
-    folder = tmp_path_factory.mktemp("smoke")
+    """``smoke(name)`` is what ``python -m reproduce NAME --smoke`` leaves, for all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "smoke"
+    folder.mkdir(exist_ok=True)
 
     @functools.cache
     def one(name: str) -> Smoke:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), FileLock(folder / f"{name}.lock"):
             # so few steps leave a layer soft, and it says so
             warnings.filterwarnings("ignore", ".* is not used as it was trained", UserWarning)
-            run = invoke(name, "--smoke", "--out", folder)
-        assert run.exit_code == 0, run.stderr
+            if not (folder / name / "report.md").exists():  # which is written last
+                run = invoke(name, "--smoke", "--out", folder)
+                assert run.exit_code == 0, run.stderr
         experiment = study.find(name)
         with (folder / name / "metrics.csv").open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
