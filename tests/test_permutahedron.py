@@ -82,9 +82,10 @@ def test_kl_is_the_nearest_point_in_its_divergence(tau: float) -> None:
 @every_p
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_p_norm_agrees_with_the_formula_of_the_regression(kind: str, p: float) -> None:
-    for n in (1, 2, 3, 12):
+    turn = list(ROWS).index(kind)  # each length with each temperature under two of three kinds
+    for i, n in enumerate((1, 2, 3, 12)):
         z, w = ROWS[kind](n)
-        for tau in (0.01, 1.0, 20.0):
+        for tau in (0.01, 1.0, 20.0, 0.01)[(turn + i) % 3 :][:2] if n > 1 else (1.0,):
             want = oracles.permutahedron(z / tau, w, p=p)
             got = project(z, w, tau, p=p)
             # a root of a p-norm's sum is exact to the rounding of u, of which y is the power

@@ -63,8 +63,9 @@ def test_gradients_as_the_reference(cdf: str, by: str, dtype: torch.dtype, n: in
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", [3, 40, 700, 30_000])
 def test_sums_of_costs_pay_for_them(engine: Any, dtype: torch.dtype, n: int) -> None:
-    for seed in range(8 if n < 1000 else 1):
-        check_sums(engine, dtype, n, seed)
+    # rows of many entries are those that the compiled kernels share between threads
+    for seed in range(4 if n < 1000 else 1):
+        check_sums(engine, dtype, n if engine is torch.ops.khot else min(n, 5_000), seed)
 
 
 @every_engine

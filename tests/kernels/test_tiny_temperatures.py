@@ -110,7 +110,7 @@ def check(engine: Any, row: Row, name: str, dtype: torch.dtype, by: str) -> None
 @every_cdf
 @wide_dtypes
 @pytest.mark.parametrize("by", ["count", "score", "value"])
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
 @given(row=rows())
 def test_one_group_shares_what_is_left(engine: Any, name: str, dtype: torch.dtype, by: str, row: Row) -> None:
     check(engine, row, name, dtype, by)
@@ -130,8 +130,9 @@ def test_a_budget_pays_for_the_best_entries(engine: Any, name: str, dtype: torch
     last = torch.randint(1, 5, (50, 1), generator=g)
     v = torch.randn(50, 5, generator=g).to(dtype)
     zero = torch.zeros(50, dtype=torch.float64)
-    for tau in (1e-17, 1e-20, 1e-41, 1e-106, 1e-153, 1e-200, 1e-300):
-        for part in (0.0, 0.3):
+    turn = list(CDFS).index(name) + (dtype == torch.float64)
+    for i, tau in enumerate((1e-17, 1e-20, 1e-41, 1e-106, 1e-153, 1e-200, 1e-300)):
+        for part in ((0.0, 0.3)[(turn + i) % 2],):
             budget = (before + part * costs).gather(-1, last)
             paid = ((budget - before) / costs).clamp(0, 1)
             want = torch.zeros_like(paid).scatter(-1, order, paid)
@@ -149,7 +150,7 @@ def test_a_budget_pays_for_the_best_entries(engine: Any, name: str, dtype: torch
 def test_a_budget_pays_for_the_best_of_many_entries(engine: Any, name: str, tau: float) -> None:
     """Their scores lie at distances of all sizes, so that steps from one to the next do not get far. Where
     even logarithms of F overflow, a trial tells only on which side of it the threshold is."""
-    for seed in range(3):
+    for seed in (list(CDFS).index(name) % 3,):
         g = torch.Generator().manual_seed(seed)
         n, scale = 1500, 10.0 ** float(torch.randint(0, 120, (), generator=g))
         size = 10 ** (-20 * torch.rand(4, n, generator=g, dtype=torch.float64))

@@ -142,7 +142,7 @@ def test_docs_list_every_design() -> None:
 @pytest.mark.parametrize("design", CLOSE)
 def test_inclusion(design: str, case: str) -> None:
     probs = PROBS[case]
-    x = draws(probs, design, 100_000 // probs[..., 0].numel())
+    x = draws(probs, design, 40_000 // probs[..., 0].numel())
     want = inclusion_probs(probs, design)
     check_counts(x, want)
     check_sizes(x, probs)
@@ -244,7 +244,7 @@ def test_brewer_pairs() -> None:
 def test_joint(design: str, case: str) -> None:
     probs = PROBS[case]
     joint = joint_inclusion_probs(probs, design)
-    x = draws(probs, design, 100_000 // probs[..., 0].numel())
+    x = draws(probs, design, 40_000 // probs[..., 0].numel())
     check_times(torch.einsum("s...i,s...j->...ij", x, x), len(x), joint)
     torch.testing.assert_close(joint, joint.mT)
     torch.testing.assert_close(
