@@ -66,12 +66,10 @@ def test_vmap_draws_with_the_prescribed_marginals(design: str) -> None:
     assert_inclusion(one(probs.expand(300, -1)).sum(0), 300, sampling.inclusion_probs(probs, design))
 
 
-#: Each design by one of the three functions, which all take it from the table of designs.
+WAYS = ("sample", "sample_khot", "KHot")
+#: Each design by one of the three, which all take it from the table of designs.
 TRACED = [
-    *(
-        f"{('sample', 'sample_khot', 'KHot')[i % (2 + (name in CLOSE))]} {name}"
-        for i, name in enumerate(FIXED)
-    ),
+    *(f"{WAYS[i % (2 + (name in CLOSE))]} {name}" for i, name in enumerate(FIXED)),
     *(name for name in DRAWS if " " not in name),
 ]
 
