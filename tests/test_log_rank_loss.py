@@ -149,7 +149,7 @@ def test_long_lists() -> None:
     loss = log_rank_loss(x, relevance)
     loss.backward()
     assert x.grad is not None and x.grad.isfinite().all()
-    some = torch.arange(0, 100_000, 50)  # the counts of a sample, by all pairs
+    some = torch.arange(0, 100_000, 100)  # the counts of a sample, by all pairs
     want = 0.0
     rows, r = x.detach()[0].double(), relevance[0]
     for grade in (1, 2, 3):
@@ -157,4 +157,4 @@ def test_long_lists() -> None:
         t = rows[r < grade] - rows[high].unsqueeze(-1)
         n = (t.clamp(min=0) + 0.5 * torch.exp(-t.abs())).sum(-1)
         want += torch.log1p(n / (((r >= grade).sum() + 1) / 2)).sum().item()
-    assert math.isclose(loss.item(), want / r[some].sum().item(), rel_tol=0.01)  # 2,000 of 100,000
+    assert math.isclose(loss.item(), want / r[some].sum().item(), rel_tol=0.02)  # 1,000 of 100,000

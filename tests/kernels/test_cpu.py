@@ -108,10 +108,10 @@ def test_many_short_rows_with_few_undecided_entries(cdf: str, k: float) -> None:
 def test_many_short_rows_with_many_selected_entries(cdf: str, masked: float) -> None:
     """A sum of up to 128 entries that are nearly 1 has to leave the digits of those that are not."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(512, 256, generator=g) * torch.linspace(1, 20, 512)[:, None] + 20
+    x = torch.randn(128, 256, generator=g) * torch.linspace(1, 20, 128)[:, None] + 20
     x = x.masked_fill(torch.rand(x.shape, generator=g) < masked, -math.inf)
     selectable = (x > -math.inf).sum(-1).double()
-    k = selectable * torch.rand(512, generator=g, dtype=torch.float64)
+    k = selectable * torch.rand(128, generator=g, dtype=torch.float64)
     y, _, _ = forward(x, k, 1.5, cdf)
     assert error(y, expected(x, k, 1.5, cdf)[0]) <= TOLERANCE[torch.float32]
     assert not y[x == -math.inf].any()
@@ -125,8 +125,9 @@ def test_many_short_rows_with_many_selected_entries(cdf: str, masked: float) -> 
 def test_short_rows_in_a_gap_have_its_middle(cdf: str, n: int) -> None:
     """Also where a step ends at an end of the gap, and rounding leaves the entry there a little undecided."""
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(600, n, generator=g)
-    k = torch.randint(1, n, (600,), generator=g).double()
+    rows = 600 if n == 16 else 150  # of which the search takes longest
+    x = torch.randn(rows, n, generator=g)
+    k = torch.randint(1, n, (rows,), generator=g).double()
     for tau in (0.03, 1e-3):
         want, want_hi, want_lo = expected(x, k, tau, cdf)
         for output in ("threshold", "y"):
@@ -134,7 +135,7 @@ def test_short_rows_in_a_gap_have_its_middle(cdf: str, n: int) -> None:
             off = ((hi + lo) - (want_hi + want_lo)).abs()
             if output == "y":  # beside y, float has the threshold of other rows less exactly
                 off = off[((want == 0) | (want == 1)).all(-1)]
-            assert len(off) > 75
+            assert len(off) > rows / 8
             assert off.max() <= (1e-9 * tau if output == "threshold" else 2.5e-7)
 
 
@@ -459,7 +460,7 @@ def test_one_openmp_runtime() -> None:
 @needs_extension
 def test_random_small_rows() -> None:
     g = torch.Generator().manual_seed(0)
-    for _ in range(15):
+    for _ in range(6):
         n = int(torch.randint(1, 40, (), generator=g))
         x = torch.randn(320, n, generator=g) * torch.empty(320, 1).log_normal_(0, 2, generator=g)
         x = torch.where(torch.rand(320, n, generator=g) < 0.2, x.round(), x)
