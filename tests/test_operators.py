@@ -621,7 +621,8 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     cases.append(("magnitude", ops.soft_topk_magnitude.default, args))
     backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, whole, hi, lo, tau, 1.5, False)
     y, *places = ops.sorted_soft_topk(x, 2, tau)
-    cases.append(("sorted_soft_topk", ops.sorted_soft_topk.default, (x, 2, tau)))
+    for layout in (x, strided, expanded):
+        cases.append(("sorted_soft_topk", ops.sorted_soft_topk.default, (layout, 2, tau)))
     args = (torch.ones_like(y), x, tau, *places)
     cases.append(("sorted-backward", ops.sorted_soft_topk_backward.default, args))
     cases.append(("magnitude-backward", ops.soft_topk_magnitude_backward.default, backward))

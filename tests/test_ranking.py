@@ -321,15 +321,6 @@ def test_interpolated_quantiles_with_masks_infinite_scores_and_half_precision(in
         assert ((rounded.double() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs()).all()
 
 
-def test_the_names_of_interpolations_are_checked() -> None:
-    with pytest.raises(
-        ValueError, match=r"^interpolation must be one of 'linear', 'lower', .* but got 'cubic'"
-    ):
-        khot.soft_quantile(X, 0.3, interpolation="cubic")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^interpolation must be a string"):
-        khot.soft_quantile(X, 0.3, interpolation=3)  # type: ignore[arg-type]
-
-
 @every_cdf
 def test_theorem_3_2_the_soft_rank_tends_to_the_hard_one(name: str) -> None:
     x = randn(6)
@@ -666,54 +657,25 @@ X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.1, 0.2, 0.3, 0.4]])
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_bad_arguments(operator: Callable[..., Tensor]) -> None:
-    for tau in (0, -1.0, NAN, INF, f64([1.0, 0.0]), f64(-1.0)):
+    """In tensors; test_hostile.py has the rest."""
+    for tau in (f64([1.0, 0.0]), f64(-1.0)):
         with pytest.raises(ValueError, match=r"^tau must be finite and > 0, but got"):
             operator(X, tau=tau)
     with pytest.raises(ValueError, match=r"^tau must broadcast"):
         operator(X, tau=torch.ones(3))
-    with pytest.raises(TypeError, match=r"^tau must be a real number"):
-        operator(X, tau="1")
-    with pytest.raises(ValueError, match=r"^cdf must be one of"):
-        operator(X, cdf="gauss")
-    with pytest.raises(TypeError, match=r"^cdf must be a name"):
-        operator(X, cdf=3)
-    with pytest.raises(TypeError, match=r"^input must have a floating-point dtype"):
-        operator(X.long())
-    with pytest.raises(TypeError, match=r"^input must be a torch\.Tensor"):
-        operator([1.0])
-    with pytest.raises(IndexError, match=r"^dim must be in \[-2, 1\], but got 2"):
-        operator(X, 2)
 
 
 @pytest.mark.parametrize(
     ("q", "error", "said"),
     [
-        (-0.1, ValueError, "q must lie in"),
-        (1.5, ValueError, "q must lie in"),
-        (NAN, ValueError, "q must lie in"),
         (f64([0.1, 1.1]), ValueError, "q must lie in"),
         (f64([[0.1]]), ValueError, "q must be a number or have at most one dim"),
-        ("a", TypeError, "q must be a real number"),
         (torch.tensor([True]), TypeError, "q must be a real number"),
     ],
 )
 def test_bad_q(q: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"^{said}"):
         khot.soft_quantile(X, q)
-
-
-@pytest.mark.parametrize("name", ["laplace", "logistic"])
-def test_compiled_bad_tau_gives_nan_in_its_row(name: str) -> None:
-    torch.compiler.reset()
-    tau = f64([1.0, 0.0])
-    for operator in (khot.soft_rank, khot.soft_sort, khot.soft_permutation, khot.soft_median):
-
-        def call(x: Tensor, tau: Tensor, operator: Callable[..., Tensor] = operator) -> Tensor:
-            return operator(x, tau=tau, cdf=name)
-
-        y = torch.compile(call, fullgraph=True, backend="aot_eager")(X, tau)
-        assert y[1].isnan().all()
-        torch.testing.assert_close(y[0], operator(X, cdf=name)[0])
 
 
 @pytest.mark.parametrize("cdf", ["laplace", "uniform"])

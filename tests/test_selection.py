@@ -170,18 +170,6 @@ def test_masks_of_rows_without_k_finite_entries(dtype: torch.dtype, end: float) 
 
 
 @DTYPES
-def test_layouts(dtype: torch.dtype) -> None:
-    x = rows("ties", 40, 40).to(dtype)
-    for layout in (x.mT, torch.stack((x, x + 9), -1).flatten(-2)[:, ::2], x[:, :1].expand(40, 40), x[3:, 7:]):
-        check(layout, [9])
-    cube = x.reshape(10, 4, 40)
-    for dim in range(-3, 3):
-        moved = khot.topk(cube.movedim(dim, -1), 3)
-        for got, want in zip(khot.topk(cube, 3, dim), moved, strict=True):
-            assert_same(got, want.movedim(-1, dim))
-
-
-@DTYPES
 def test_agrees_with_torch_where_nothing_is_equal(dtype: torch.dtype) -> None:
     x = torch.randperm(250, generator=torch.Generator().manual_seed(0)).to(dtype)
     for largest in (True, False):

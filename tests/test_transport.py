@@ -380,43 +380,14 @@ def test_normalize_divides_each_row_by_its_largest_cost() -> None:
 # ------------------------------------------------------------------------------------ gradients
 
 
-def arguments() -> tuple[Tensor, Tensor]:
-    return normal(3, 6).requires_grad_(), f64([0.5, 1.0, 1.7]).requires_grad_()
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("k, normalize", [(1, True), (4, False)])  # in the operators' table it is 2 of 7
 def test_gradcheck_to_second_order_in_both_modes(k: int, normalize: bool) -> None:
     def call(x: Tensor, epsilon: Tensor) -> Tensor:
         return sorted_soft_topk(x, k, epsilon=epsilon, normalize=normalize)
 
     leaves = normal(2, 4).requires_grad_(), f64([0.5, 1.7]).requires_grad_()
-    gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
+    gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
     gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)  # along random directions
-
-
-def test_forward_mode_equals_reverse_mode() -> None:
-    x, epsilon = arguments()
-    tangents, cotangent = (normal(3, 6, seed=1), normal(3, seed=2)), normal(3, 2, 6, seed=3)
-    with dual_level():
-        duals = (make_dual(a.detach(), t) for a, t in zip((x, epsilon), tangents, strict=True))
-        dual_x, dual_epsilon = duals
-        pushed = unpack_dual(sorted_soft_topk(dual_x, 2, epsilon=dual_epsilon)).tangent
-    pulled = grad(sorted_soft_topk(x, 2, epsilon=epsilon), (x, epsilon), cotangent)
-    want = sum((g * t).sum() for g, t in zip(pulled, tangents, strict=True))
-    assert_close((pushed * cotangent).sum(), want, 1e-12)
-
-
-def test_hessian_agrees_between_modes() -> None:
-    weights = normal(2, 6, seed=3)
-
-    def loss(x: Tensor) -> Tensor:
-        return (sorted_soft_topk(x, 2, epsilon=0.8) * weights).square().sum()
-
-    x = normal(6)
-    hessian = torch.func.hessian(loss)(x)
-    assert_close(hessian, torch.func.jacrev(torch.func.jacrev(loss))(x), 1e-10)
-    assert_close(hessian, hessian.mT, 1e-10)
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-3, 0.02, 1e4])
@@ -522,17 +493,6 @@ def test_vmap_reports_a_bad_epsilon() -> None:
         torch.func.vmap(lambda x, e: sorted_soft_topk(x, 2, epsilon=e))(normal(2, 4), f64([1.0, -1.0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_lower_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    x = (3 * normal(4, 50)).to(dtype).requires_grad_()
-    y = sorted_soft_topk(x, 5, epsilon=0.3)
-    assert y.dtype == dtype
-    want = sorted_soft_topk(x.detach().double(), 5, epsilon=0.3)
-    assert torch.equal(y, want.to(dtype))
-    y.float().square().sum().backward()
-    assert x.grad is not None and x.grad.dtype == dtype and x.grad.isfinite().all()
-
-
 def test_dims_layouts_and_empty_batches() -> None:
     x = normal(4, 6, 5)
     want = sorted_soft_topk(x.movedim(1, -1), 2, epsilon=0.5)
@@ -545,59 +505,3 @@ def test_dims_layouts_and_empty_batches() -> None:
     assert sorted_soft_topk(torch.empty(0, 5), 2).shape == (0, 2, 5)
     assert sorted_soft_topk(torch.tensor(0.3), 1).tolist() == [[1.0]]
     assert sorted_soft_topk(torch.tensor([0.3]), 1).tolist() == [[1.0]]
-
-
-def test_epsilon_a_row() -> None:
-    x, epsilon = normal(2, 3, 6), f64([[0.1, 1.0, 5.0], [0.2, 2.0, 7.0]])
-    want = torch.stack(
-        [
-            sorted_soft_topk(a, 2, epsilon=float(e))
-            for a, e in zip(x.flatten(0, 1), epsilon.flatten(), strict=True)
-        ]
-    )
-    assert_close(sorted_soft_topk(x, 2, epsilon=epsilon).flatten(0, 1), want, 1e-13)
-
-
-# ----------------------------------------------------------------------------------- transforms
-
-
-def test_vmap_over_each_argument() -> None:
-    x, epsilon = normal(3, 6), f64([0.5, 1.0, 1.7])
-
-    def call(x: Tensor, epsilon: Tensor) -> Tensor:
-        return sorted_soft_topk(x, 2, epsilon=epsilon)
-
-    want = call(x, epsilon)
-    assert_close(torch.func.vmap(call)(x, epsilon), want, 1e-13)
-    assert_close(torch.func.vmap(call, (None, 0))(x[1], epsilon)[1], want[1], 1e-13)
-    assert_close(torch.func.vmap(call, (0, None))(x, epsilon[1])[1], want[1], 1e-13)
-    assert_close(torch.func.vmap(call, (1, None))(x.mT.contiguous(), epsilon[1])[1], want[1], 1e-13)
-
-
-def test_grad_under_vmap() -> None:
-    def loss(x: Tensor, epsilon: Tensor) -> Tensor:
-        return sorted_soft_topk(x, 2, epsilon=epsilon).square().sum()
-
-    x, epsilon = arguments()
-    got = torch.func.vmap(torch.func.grad(loss, (0, 1)))(x.detach(), epsilon.detach())
-    want = grad(loss(x, epsilon), (x, epsilon))
-    for a, b in zip(got, want, strict=True):
-        assert_close(a, b, 1e-12)
-
-
-def test_compiles_whole() -> None:
-    """For sizes that are fixed; in the operators' table are others."""
-    torch.compiler.reset()
-    compiled = torch.compile(sorted_soft_topk, fullgraph=True, dynamic=False, backend="aot_eager")
-    x, epsilon = normal(3, 6).requires_grad_(), arguments()[1]
-    got, want = compiled(x, 2, epsilon=epsilon), sorted_soft_topk(x, 2, epsilon=epsilon)
-    assert_close(got, want, 1e-13)
-    for a, b in zip(*(grad(y.square().sum(), (x, epsilon)) for y in (got, want)), strict=True):
-        assert_close(a, b, 1e-12)
-
-
-@pytest.mark.parametrize("layout", ["plain", "strided", "expanded"])
-def test_opcheck(layout: str) -> None:
-    x = {"plain": normal(3, 6), "strided": normal(6, 3).mT, "expanded": normal(1, 6).expand(3, 6)}[layout]
-    epsilon = f64([0.5, 1.0, 1.7]).requires_grad_()
-    torch.library.opcheck(torch.ops.khot.sorted_soft_topk.default, (x.clone().requires_grad_(), 2, epsilon))
