@@ -215,8 +215,9 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@each_p
+@pytest.mark.parametrize(
+    ("p", "name"), [(p, name) for i, p in enumerate(P) for j, name in enumerate(CALLS) if (i + j) % 2 == 0]
+)
 def test_gradients_in_both_modes_to_second_order(p: float, name: str) -> None:
     def f(x: Tensor, tau: Tensor) -> Tensor:
         return CALLS[name](x, 2, tau=tau, p=p)
