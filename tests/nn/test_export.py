@@ -327,7 +327,9 @@ def test_onnx_of_layers_together() -> None:
     left_out = (
         "-learned",
         "-masked",
-        "-batch annealed",
+        "annealed",
+        "-shares",
+        "-score",
         "-expert choice",
         "TokenChoice",
         "Attention-",
