@@ -48,10 +48,10 @@ def test_better_guess_is_no_worse_than_either() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_are_those_of_the_paper(method: str) -> None:
-    """At the paper's n and rows, within two of its standard deviations."""
-    steps = root_finding.solve(*problems(rows=100, n=10_000, seed=0), method)
+    """The mean of two draws at the paper's n and rows is within two of its standard errors."""
+    counts = [root_finding.solve(*problems(rows=100, n=10_000, seed=seed), method) for seed in range(2)]
     mean, deviation = map(float, PAPER[method][0].split(" ± "))
-    assert abs(steps - mean) <= max(0.05, 2 * deviation)
+    assert abs(sum(counts) / 2 - mean) <= max(0.05, 1.5 * deviation)
 
 
 def test_wide_bracket_encloses_the_root_for_every_k() -> None:
