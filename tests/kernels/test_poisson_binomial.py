@@ -85,3 +85,11 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.khot.inclusion.default, (z, k))
     torch.library.opcheck(torch.ops.khot.covariance.default, (z, k, z.clamp(-1, 1)))
     torch.library.opcheck(torch.ops.khot.calibrate.default, (tilt_rows(z, k).z, k))
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0,), (0, 4), (2, 0, 3)], ids=str)
+def test_calibration_of_nothing(shape: tuple[int, ...]) -> None:
+    z, k = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[:-1], dtype=torch.float64)
+    for kernel in (torch.ops.khot.calibrate, calibrate_kernel):
+        theta, iterations = kernel(z, k)
+        assert theta.shape == shape and iterations.shape == shape[:-1]

@@ -88,6 +88,8 @@ def fixed_point(
 
     The step is θ ← θ + goal − logit π(θ), with Anderson acceleration in the metric of the variances.
     """
+    if not goal.shape[-1]:
+        return begin, torch.zeros_like(k, dtype=goal.dtype)
     certain = goal.isinf()
     goal_pi = torch.sigmoid(goal)
     variance = goal_pi * torch.sigmoid(-goal)
