@@ -103,7 +103,7 @@ def soft_assign(
         counter = torch.zeros(count * (parts + 1), dtype=torch.int32, device=x.device)
         held, size = Scratch(note, counter, left, scratch), (m, n, parts, length)
         constants = which(n, cdf, at_most)
-        begin = variant(steps.begin_assignments, FINE=x.dtype == torch.float64, **constants["begin"])
+        begin = variant(steps.begin_assignments, FLOAT64=x.dtype == torch.float64, **constants["begin"])
         begin(count * parts, *rows, *given, t, held, *size)
         step = variant(steps.step_assignments, **constants["step"])
         for _ in range(LAUNCHES):

@@ -50,7 +50,7 @@ def left_by_part(n: int) -> int:
 @triton.jit(do_not_specialize=["m", "k_matrix", "length", "parts"])
 def begin_assignments(
     x, k, k_matrix, capacity, tau, bias, t, scratch, m, n, parts, length, AT_MOST: tl.constexpr,
-    FINE: tl.constexpr, T: tl.constexpr,
+    FLOAT64: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Where to start from, or that something is decided beforehand, or wrong."""
     ROWS: tl.constexpr = T.rows
@@ -90,7 +90,7 @@ def begin_assignments(
         room, start, own_tau = load_columns(capacity, bias, tau, matrix, n, T.width)
         _start(
             scratch.state + matrix * (NUMBERS + 3 * n), t.c + matrix * n, open_to, faults,
-            total_k, lowest, highest, room, start, own_tau, n, AT_MOST, FINE, T.width,
+            total_k, lowest, highest, room, start, own_tau, n, AT_MOST, FLOAT64, T.width,
         )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _facts(part_at, stride, parts, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _start(
     note, c_at, below, bad, sum_of_k, least, most, capacity, start, tau, n,
-    AT_MOST: tl.constexpr, FINE: tl.constexpr, WIDTH: tl.constexpr,
+    AT_MOST: tl.constexpr, FLOAT64: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The note of a matrix, and its columns' first thresholds."""
     column = tl.arange(0, WIDTH)
@@ -146,7 +146,7 @@ def _start(
     start = tl.where(bad == 0, tl.where(there, start, 0.0), 0.0)
     guessed = flag(start != 0)
     # what rounding of the scores leaves of a load's digits
-    accepted = (2e-13 if FINE else 1e-9) + 8 * ROUNDING * tl.maximum(tl.abs(least), tl.abs(most)) / tau
+    accepted = (2e-13 if FLOAT64 else 1e-9) + 8 * ROUNDING * tl.maximum(tl.abs(least), tl.abs(most)) / tau
     tl.store(c_at + column, start, mask=there)
     tl.store(note + NUMBERS + column, goal, mask=there)
     tl.store(note + NUMBERS + n + column, below, mask=there)

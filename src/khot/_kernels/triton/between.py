@@ -27,13 +27,13 @@ __all__ = ["KERNELS", "quantiles", "quantiles_backward"]
 def _resident_quantiles(
     x, k, weight, out_pointer, both_pointer, rows, n, count, COMPUTE: tl.constexpr, SORT: tl.constexpr,
     FOLLOWS: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """FOLLOWS says that the lower entry of each pair is the next one after the upper."""
     row, there = place_rows(rows, TOGETHER)
     known = tl.where(there, row, 0)
     at = x.pointer + entries(row, x.stride, tl.arange(0, WIDTH), TOGETHER)
-    keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
+    keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, FULL)
     greatest = greatest_of(keys)
     if SORT:
         keys = (in_order(keys),)

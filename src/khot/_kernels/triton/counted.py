@@ -16,7 +16,7 @@ from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Problem, Rows, Values
 from khot._kernels.triton.exact import solve_row
-from khot._kernels.triton.fast import joined, reciprocal, split, store, wide, word_of
+from khot._kernels.triton.fast import in_two, joined, reciprocal, store, wide, word_of
 from khot._kernels.triton.functions import LOG, LOGISTIC, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant
 from khot._kernels.triton.packed import WORD, piece
@@ -49,7 +49,7 @@ def _find(
             held, at, n, fine_hi, fine_lo, ok, own_k.to(tl.float64) + k_rest,
             own_tau.to(tl.float64) + tau_rest, joined(*exponent), L.cdf, T,
         )  # fmt: skip
-        hi, high_rest = split(fine_hi)
+        hi, high_rest = in_two(fine_hi)
         lo = high_rest + fine_lo.to(tl.float32)
     return fine_hi, fine_lo, ok, (held, at, hi, lo, inverse, own_k > rest, power, fine_hi + fine_lo)
 

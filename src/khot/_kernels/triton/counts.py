@@ -73,9 +73,9 @@ def _load_levels(levels, row, at, there, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _distance(x, high, low, scale, EXACT: tl.constexpr):
-    """(x − b)/τ; EXACT where b = high."""
-    return (x - high) * scale if EXACT else ((x - high) - low) * scale
+def _distance(x, high, low, scale, ONE_PART: tl.constexpr):
+    """(x − b)/τ; ONE_PART where b = high."""
+    return (x - high) * scale if ONE_PART else ((x - high) - low) * scale
 
 
 @triton.jit

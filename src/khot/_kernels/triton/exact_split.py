@@ -61,7 +61,7 @@ __all__ = ["KERNELS", "soft_topk", "soft_topk_backward"]
 # A step of up to so many τ leaves an error of at most half its square (times z with the normal CDF).
 SHORT = tl.constexpr(5e-7)
 FAR_OUT = tl.constexpr(36.0)  # z from which a tail that falls exponentially does so to the last digit
-EXACT = tl.constexpr(1e-13)  # of a step's error in τ that kinks between t before and after may cause
+STRAIGHT = tl.constexpr(1e-13)  # of a step's error in τ that kinks between t before and after may cause
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _step(left, parts, hi, lo, k, tau, power, PARTS: tl.constexpr, CDF: tl.const
     else:
         _, step, _ = differences(over, tails, power, CDF)
         crossing = tl.sum(of_parts(left, 7, parts, PARTS, 0.0), axis=0)
-        last = (tl.abs(step) <= SHORT) & (crossing * tl.abs(step) <= EXACT * (tails[2] + tails[3]))
+        last = (tl.abs(step) <= SHORT) & (crossing * tl.abs(step) <= STRAIGHT * (tails[2] + tails[3]))
         new_hi, new_lo = two_sum(hi, lo + step * tau)
         if (
             (over == 0) & (tails[0] == 0) & (tails[1] == 0)

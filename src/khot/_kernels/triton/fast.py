@@ -27,7 +27,7 @@ __all__ = [
     "plus_exactly",
     "reciprocal",
     "reciprocal64",
-    "split",
+    "in_two",
     "store",
     "total",
     "two_sum",
@@ -210,7 +210,7 @@ def store(at, value, mask):
 
 
 @triton.jit
-def split(value):
+def in_two(value):
     """A float64 number as two of float32."""
     high = value.to(tl.float32)
     return high, (value - high.to(tl.float64)).to(tl.float32)

@@ -297,10 +297,10 @@ def normal_icdf(y):
 
 
 @triton.jit
-def pair(hi, lo, FINE: tl.constexpr):
-    """hi + lo, with as much of it in hi as float32 (float64 if FINE) holds."""
+def pair(hi, lo, FLOAT64: tl.constexpr):
+    """hi + lo, with as much of it in hi as float32 (float64 if FLOAT64) holds."""
     s = hi + lo
-    if FINE:
+    if FLOAT64:
         v = s - hi
         rest = (hi - (s - v)) + (lo - v)
     else:

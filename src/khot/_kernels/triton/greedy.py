@@ -58,12 +58,12 @@ def _take(price, waiting, left, TOGETHER: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _greedy_rows(
     x, cost, budget, budget_rest, slack, out_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, DOUBLES: tl.constexpr,
+    FULL: tl.constexpr, DOUBLES: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    valid = inside(there, column, n, TOGETHER, EXACT)
+    valid = inside(there, column, n, TOGETHER, FULL)
     held = tl.load(x.pointer + entries(row, x.stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
     poison = nan_of(held, AXIS)
     taking = tl.where(held > float("-inf"), valid, False)

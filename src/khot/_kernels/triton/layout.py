@@ -98,7 +98,7 @@ def held(tile: Tile, n: int) -> dict[str, Any]:
         "TOGETHER": tile.together,
         "PIECES": tile.pieces,
         "WIDTH": tile.width,
-        "EXACT": n == tile.pieces * tile.width,
+        "FULL": n == tile.pieces * tile.width,
         "num_warps": tile.warps,
     }
 

@@ -312,12 +312,12 @@ def _finish(
 @triton.jit(do_not_specialize=["rows"])
 def _resident_level(
     x, level_pointer, rows, n, k, LARGEST: tl.constexpr, TOGETHER: tl.constexpr, PIECES: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """The same of rows that a program holds."""
     row, there = place_rows(rows, TOGETHER)
     at = x.pointer + entries(row, x.stride, tl.arange(0, WIDTH), TOGETHER)
-    keys, columns = load_keys(at, there, n, tl.float32, TOGETHER, PIECES, WIDTH, EXACT, LARGEST)
+    keys, columns = load_keys(at, there, n, tl.float32, TOGETHER, PIECES, WIDTH, FULL, LARGEST)
     level, tie = choose(keys, columns, tl.max(keys[0], axis=len(keys[0].shape) - 1) * 0 + k)
     tl.store(level_pointer + row * STATE, level, mask=there)
     tl.store(level_pointer + row * STATE + 1, tie, mask=there)

@@ -23,7 +23,7 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Problem, Rows, Threshold, Tile, Values
 from khot._kernels.triton.exact import find_exactly, number64, share
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import any_row, double, inverse_of, joined, reciprocal, split, store, wide
+from khot._kernels.triton.fast import any_row, double, in_two, inverse_of, joined, reciprocal, store, wide
 from khot._kernels.triton.functions import (
     LAPLACE,
     LOGISTIC,
@@ -389,14 +389,14 @@ def pull(at, target_at, to, ok, n, hi, lo, tau, per, grad, power_high, L: tl.con
 @triton.jit(do_not_specialize=["rows"])
 def pull_losses(
     x, target, grad, share_pointer, loss_pointer, t, tau, dx_pointer, dtau_pointer, rows, n_columns, exponent,
-    L: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
+    L: tl.constexpr, FLOAT64: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """dL/dx = F − T, and dL/dτ from the loss, times the gradient that comes in. FINE says that all takes
+    """dL/dx = F − T, and dL/dτ from the loss, times the gradient that comes in. FLOAT64 says that all takes
     float64."""
     row, there = place_rows(rows, T.together)
     ok = there & ~there
-    if not FINE:
-        hi, rest = split(tl.load(t.hi + row, mask=there, other=0.0))
+    if not FLOAT64:
+        hi, rest = in_two(tl.load(t.hi + row, mask=there, other=0.0))
         lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
         per = tl.load(share_pointer + row, mask=there, other=0.0).to(tl.float32)
         loss = tl.load(loss_pointer + row, mask=there, other=0.0)
@@ -452,7 +452,8 @@ def _variants(
     """What is launched for the losses and their gradients, in how many programs, and the exponent of z."""
     tile, law = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n), layout.law(F)
     puller = variant(
-        pull_losses, L=law, T=layout.constant(tile, n), FINE=fine, num_warps=tile.warps, **layout.registers()
+        pull_losses, L=law, T=layout.constant(tile, n), FLOAT64=fine, num_warps=tile.warps,
+        **layout.registers(),
     )  # fmt: skip
     start, programs = solver(LOSS, law, tile, rows, n)
     return start, puller, programs, layout.power(F)

@@ -21,7 +21,7 @@ from khot._kernels.triton import layout, split_magnitude
 from khot._kernels.triton.arguments import Found, Norm, Problem, Threshold
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly, write_sizes_exactly
-from khot._kernels.triton.fast import split
+from khot._kernels.triton.fast import in_two
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.pooled_rows import (
     find_gamma,
@@ -120,15 +120,15 @@ def _pull(
 @triton.jit(do_not_specialize=["rows"])
 def pull_magnitudes(
     x, y, grad, grad_lo, k, t, tau, dx_pointer, dtau_pointer, rows, n_columns, P: tl.constexpr,
-    SIGNED: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
+    SIGNED: tl.constexpr, FLOAT64: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradients in x and τ. FINE says that all of it takes float64."""
+    """The gradients in x and τ. FLOAT64 says that all of it takes float64."""
     row, there = place_rows(rows, T.together)
     ok = there & ~there
-    if not FINE:
+    if not FLOAT64:
         column = tl.arange(0, T.width)
         hi64 = tl.load(t.hi + row, mask=there, other=0.0)
-        hi, rest = split(hi64)
+        hi, rest = in_two(hi64)
         lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
         own_grad_lo = numbers(*grad_lo, row, there)[0]
         own_tau = numbers(*tau, row, there)[0]
@@ -182,7 +182,7 @@ def _variants(
     start, programs = solver(SIZED, Norm(float(p), signed, layout.whole_of_sizes(p)), tile, rows, n)
     again = layout.constant(tile, n)._replace(pieces=min(tile.pieces, 4), full=False, streams=False)
     puller = variant(
-        pull_magnitudes, P=float(p), SIGNED=signed, FINE=fine, T=again, num_warps=tile.warps,
+        pull_magnitudes, P=float(p), SIGNED=signed, FLOAT64=fine, T=again, num_warps=tile.warps,
         **layout.registers(),
     )  # fmt: skip
     return start, puller, programs, layout.power(cdfs.Power(p))

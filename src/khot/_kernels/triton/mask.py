@@ -41,13 +41,13 @@ __all__ = ["KERNELS", "topk_mask"]
 @triton.jit(do_not_specialize=["rows"])
 def _resident_mask(
     x, k, out_pointer, rows, n, COMPUTE: tl.constexpr, SORT: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = tl.float64 == COMPUTE
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
     at = x.pointer + entries(row, x.stride, column, TOGETHER)
-    keys, columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
+    keys, columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, FULL)
     greatest = greatest_of(keys)
     selectable = reached(keys, greatest * 0 + ((MINUS_INFINITE64 if WIDE else MINUS_INFINITE) + 1))
     pinned = selectable * 0
@@ -61,7 +61,7 @@ def _resident_mask(
     for i in tl.static_range(PIECES):
         chosen = reaches(keys[i], columns[i], level, wide(tie, TOGETHER))
         out = tl.where(wide(bad, TOGETHER), float("nan"), tl.where(chosen, 1.0, 0.0))
-        valid = inside(there, column + i * WIDTH, n, TOGETHER, EXACT)
+        valid = inside(there, column + i * WIDTH, n, TOGETHER, FULL)
         tl.store(at + i * WIDTH, out.to(out_pointer.dtype.element_ty), mask=valid)
 
 

@@ -53,11 +53,11 @@ MOST = tl.constexpr(1e37)  # of 1/τ in float32, where two scores are equal or i
 
 
 @triton.jit
-def _load(at, column, n, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+def _load(at, column, n, PIECES: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr):
     """The entries of the row, once for each level, in pieces."""
     x = ()
     for i in tl.static_range(PIECES):
-        if EXACT:
+        if FULL:
             piece = tl.load(at + i * WIDTH)
         else:
             piece = tl.load(at + i * WIDTH, mask=column + i * WIDTH < n, other=float("-inf"))

@@ -96,11 +96,11 @@ def add_where(dx, x, valid, column, n, value, grad):
 @triton.jit(do_not_specialize=["rows", "count"])
 def _resident_places(
     x, k, out_pointer, rows, n, count, COMPUTE: tl.constexpr, SORT: tl.constexpr, TOGETHER: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
     at = x.pointer + entries(row, x.stride, tl.arange(0, WIDTH), TOGETHER)
-    keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, EXACT)
+    keys, _columns = load_keys(at, there, n, COMPUTE, TOGETHER, PIECES, WIDTH, FULL)
     greatest = greatest_of(keys)
     if SORT:
         keys = (in_order(keys),)

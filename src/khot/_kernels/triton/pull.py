@@ -30,7 +30,7 @@ from khot._kernels.triton.counted import row_values
 from khot._kernels.triton.exact import number64, row_source
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
-from khot._kernels.triton.fast import inverse_of, joined, plus, reciprocal, split, total, wide
+from khot._kernels.triton.fast import in_two, inverse_of, joined, plus, reciprocal, total, wide
 from khot._kernels.triton.functions import LOG, THRESHOLD, place
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.paid import share_of
@@ -67,7 +67,7 @@ def _places(x, cost, grad, row, column, L: tl.constexpr, TOGETHER: tl.constexpr)
 @triton.jit
 def _threshold(t, tau, power, row, there, L: tl.constexpr, TOGETHER: tl.constexpr):
     """hi, lo, τ and 1/τ of rows; and what :func:`_entry` is to know of them."""
-    hi, rest = split(tl.load(t.hi + row, mask=there, other=0.0))
+    hi, rest = in_two(tl.load(t.hi + row, mask=there, other=0.0))
     lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
     own_tau = numbers(*tau, row, there)[0]
     inverse = inverse_of(own_tau)

@@ -72,7 +72,7 @@ def _counted_gains(best, place, k, K: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _ndcg(
     rank_pointer, gain, x, best_pointer, cut, k, loss_pointer, counted_pointer, weight_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     K: tl.constexpr = k.pointer is not None
@@ -83,7 +83,7 @@ def _ndcg(
     own_k = wide(own_k, TOGETHER)
     if best_pointer is None:
         column = tl.arange(0, WIDTH)
-        valid = inside(there, column, n, TOGETHER, EXACT)
+        valid = inside(there, column, n, TOGETHER, FULL)
         own_gain = _gains(gain, x, row, column, valid, TOGETHER)
         top = tl.max(own_gain, axis=AXIS)
         # of a NaN, which the maximum may leave out, a negative number and an infinite one
@@ -108,7 +108,7 @@ def _ndcg(
     loss = ideal * 0 + 1
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        valid = inside(there, column, n, TOGETHER, EXACT)
+        valid = inside(there, column, n, TOGETHER, FULL)
         own_gain = _gains(gain, x, row, column, valid, TOGETHER)
         at = entries(row, n, column, TOGETHER)
         weight = (own_gain * scale) * over_ideal
@@ -126,14 +126,14 @@ def _ndcg(
 @triton.jit(do_not_specialize=["rows"])
 def _pull_ndcg(
     rank_pointer, grad, weight_pointer, cut, drank_pointer, dcut_pointer, rows, n, TOGETHER: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
     own_grad = tl.load(grad.pointer + row * grad.stride, mask=there, other=0.0).to(tl.float32)
     own_grad = wide(own_grad, TOGETHER)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        valid = inside(there, column, n, TOGETHER, EXACT)
+        valid = inside(there, column, n, TOGETHER, FULL)
         at = entries(row, n, column, TOGETHER)
         weight = own_grad * tl.load(weight_pointer + at, mask=valid, other=0.0)
         after = 1 + tl.load(rank_pointer + at, mask=valid, other=1.0)
@@ -150,13 +150,13 @@ def _pull_ndcg(
 
 @triton.jit
 def _products(
-    a_pointer, b_pointer, row, there, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
+    a_pointer, b_pointer, row, there, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr
 ):
     """Σ a², Σ b² and Σ a b of rows."""
     sums = (row.to(tl.float32) * 0, row.to(tl.float32) * 0, row.to(tl.float32) * 0)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        valid, at = inside(there, column, n, TOGETHER, EXACT), entries(row, n, column, TOGETHER)
+        valid, at = inside(there, column, n, TOGETHER, FULL), entries(row, n, column, TOGETHER)
         a = tl.load(a_pointer + at, mask=valid, other=0.0)
         b = tl.load(b_pointer + at, mask=valid, other=0.0)
         more = total((a * a, b * b, a * b), TOGETHER)
@@ -171,10 +171,10 @@ def _products(
 @triton.jit(do_not_specialize=["rows"])
 def _correlations(
     a_pointer, b_pointer, loss_pointer, counted_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
-    _, over_b, cosine = _products(a_pointer, b_pointer, row, there, n, TOGETHER, WIDTH, EXACT)
+    _, over_b, cosine = _products(a_pointer, b_pointer, row, there, n, TOGETHER, WIDTH, FULL)
     loss = tl.where(cosine > 1, 0.0, 1 - cosine)
     tl.store(loss_pointer + row, loss.to(loss_pointer.dtype.element_ty), mask=there)
     tl.store(counted_pointer + row, over_b != 0, mask=there)
@@ -183,16 +183,16 @@ def _correlations(
 @triton.jit(do_not_specialize=["rows"])
 def _pull_correlations(
     a_pointer, grad, b_pointer, da_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     row, there = place_rows(rows, TOGETHER)
     own_grad = tl.load(grad.pointer + row * grad.stride, mask=there, other=0.0).to(tl.float32)
-    over_a, over_b, cosine = _products(a_pointer, b_pointer, row, there, n, TOGETHER, WIDTH, EXACT)
+    over_a, over_b, cosine = _products(a_pointer, b_pointer, row, there, n, TOGETHER, WIDTH, FULL)
     by_a = wide(own_grad * over_a * over_a * cosine, TOGETHER)
     by_b = wide(own_grad * over_a * over_b, TOGETHER)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        valid, at = inside(there, column, n, TOGETHER, EXACT), entries(row, n, column, TOGETHER)
+        valid, at = inside(there, column, n, TOGETHER, FULL), entries(row, n, column, TOGETHER)
         a = tl.load(a_pointer + at, mask=valid, other=0.0)
         b = tl.load(b_pointer + at, mask=valid, other=0.0)
         tl.store(da_pointer + at, a * by_a - b * by_b, mask=valid)
@@ -234,7 +234,7 @@ def tile(n: int) -> dict[str, Any]:
     """As :func:`.ranks.tile`, of lists of any length."""
     if n <= SORTED:
         return ranks.tile(n)
-    return {"TOGETHER": 1, "WIDTH": SORTED, "EXACT": False, "num_warps": WARPS}
+    return {"TOGETHER": 1, "WIDTH": SORTED, "FULL": False, "num_warps": WARPS}
 
 
 def _programs(x: Tensor, which: dict[str, Any]) -> int:

@@ -212,13 +212,13 @@ def nan_of(x, AXIS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _rank_rows(
     x, value, tau, out_pointer, index_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT: tl.constexpr, DOUBLES: tl.constexpr, KIND: tl.constexpr, DESCENDING: tl.constexpr,
+    FULL: tl.constexpr, DOUBLES: tl.constexpr, KIND: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """Ranks of the scores x; places in the order of other values, without the entries whose score is −inf."""
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    valid = inside(there, column, n, TOGETHER, EXACT)
+    valid = inside(there, column, n, TOGETHER, FULL)
     held = tl.load(x.pointer + entries(row, x.stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
     own_value, taken = held, valid
     if KIND != RANK:
@@ -252,7 +252,7 @@ def _rank_rows(
 @triton.jit(do_not_specialize=["rows"])
 def _pull_ranks(
     grad, x, tau, index_pointer, dx_pointer, dtau_pointer, rows, n, TOGETHER: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr, DESCENDING: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr, ASKED: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """∂r/∂x is symmetric: dL/dx_i = Σ_j f_ij (v_j − v_i)/τ. Across the gap between two neighbours flows what
     the entries on either side pull the others, a product of their sums, and −dL/dτ = Σ gap/τ · flow: no sum
@@ -260,7 +260,7 @@ def _pull_ranks(
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    valid = inside(there, column, n, TOGETHER, EXACT)
+    valid = inside(there, column, n, TOGETHER, FULL)
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     order = tl.load(index_pointer + at, mask=valid, other=0).to(tl.int64)
     sources = x.pointer + wide(row * x.stride, TOGETHER)
@@ -473,7 +473,7 @@ def tile(n: int) -> dict[str, Any]:
     together, warps = max(1, TOGETHER // width), 4
     if width > 128:
         together, warps = 1, {256: 2, 512: 1}.get(width, 8)
-    return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
+    return {"TOGETHER": together, "WIDTH": width, "FULL": n == width, "num_warps": warps}
 
 
 def laplace_rank(

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Problem
-from khot._kernels.triton.fast import any_row, before, joined, split, wide
+from khot._kernels.triton.fast import any_row, before, in_two, joined, wide
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.packed import load_words
 from khot._kernels.triton.sizes import cdiv
@@ -51,7 +51,7 @@ def numbers(pointer, stride, high, low, row, there):
         nothing = row.to(tl.float32) * 0
         return nothing + high, nothing + low
     else:
-        return split(tl.load(pointer + row * stride, mask=there, other=1.0).to(tl.float64))
+        return in_two(tl.load(pointer + row * stride, mask=there, other=1.0).to(tl.float64))
 
 
 @triton.jit
@@ -74,26 +74,26 @@ def entries(row, stride, column, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def inside(there, column, n, TOGETHER: tl.constexpr, EXACT: tl.constexpr):
+def inside(there, column, n, TOGETHER: tl.constexpr, FULL: tl.constexpr):
     """Which entries there are."""
-    if EXACT and TOGETHER > 1:
+    if FULL and TOGETHER > 1:
         return there[:, None]
     else:
         # neither "&" nor a broadcast: Triton's interpreter makes integers of scalar flags
-        present = column >= 0 if EXACT else before(column, n, TOGETHER)
+        present = column >= 0 if FULL else before(column, n, TOGETHER)
         return tl.where(present, wide(there, TOGETHER), False)
 
 
 @triton.jit
 def load_rows(
     at, there, n,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """The entries of the rows, in pieces that a thread holds side by side: they are summed first."""
     column = tl.arange(0, WIDTH)
     x = ()
     for i in tl.static_range(PIECES):
-        valid = inside(there, column + i * WIDTH, n, TOGETHER, EXACT)
+        valid = inside(there, column + i * WIDTH, n, TOGETHER, FULL)
         piece = tl.load(at + i * WIDTH, mask=valid, other=float("-inf")).to(tl.float32)
         x = x + (piece,)  # type: ignore[assignment]  # noqa: RUF005
     return x

@@ -72,7 +72,7 @@ def number(key):
 @triton.jit
 def load_keys(
     at, there, n, COMPUTE: tl.constexpr,
-    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
     LARGEST: tl.constexpr = True,
 ):  # fmt: skip
     """The keys of the rows that a program holds, in pieces, and the columns that they are in. Where there is
@@ -80,7 +80,7 @@ def load_keys(
     keys, columns = (), ()
     for i in tl.static_range(PIECES):
         column = tl.arange(0, WIDTH) + i * WIDTH
-        valid = inside(there, column, n, TOGETHER, EXACT)
+        valid = inside(there, column, n, TOGETHER, FULL)
         x = tl.load(at + i * WIDTH, mask=valid, other=0.0).to(COMPUTE)
         key = tl.where(valid, key_of(x, LARGEST), LEAST64 if x.dtype == tl.float64 else LEAST)
         keys = keys + (key,)  # type: ignore[assignment]  # noqa: RUF005

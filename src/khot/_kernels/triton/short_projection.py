@@ -250,12 +250,12 @@ def steepest(
 @triton.jit(do_not_specialize=["rows"])
 def _project_rows(
     z, w, tau, to, held_pointer, left_pointer, sums_pointer, rows, n, TOGETHER: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr, STEPS: tl.constexpr, KL: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr, DOUBLES: tl.constexpr, STEPS: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    valid = inside(there, column, n, TOGETHER, EXACT)
+    valid = inside(there, column, n, TOGETHER, FULL)
     z_at = z.pointer + entries(row, z.stride, column, TOGETHER)
     score, order, poison = _in_order(z_at, 1, column, valid, n, TOGETHER, DOUBLES)
     w_at = w.pointer + entries(row, w.row, column.to(tl.int64) * w.column, TOGETHER)
@@ -372,12 +372,12 @@ def _project_rows(
 @triton.jit(do_not_specialize=["rows"])
 def _pull_rows(
     grad, z, w, tau, order_pointer, w_order_pointer, start_pointer, to, rows, n, TOGETHER: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr, WANT_W: tl.constexpr, KL: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr, WANT_W: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    valid = inside(there, column, n, TOGETHER, EXACT)
+    valid = inside(there, column, n, TOGETHER, FULL)
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     first = tl.load(start_pointer + at, mask=valid, other=0)
     order = tl.load(order_pointer + at, mask=valid, other=0)
@@ -428,7 +428,7 @@ def tile(n: int, held: int = HELD) -> dict[str, Any]:
     width = max(ranks.NARROW, next_power_of_2(n))
     together = max(1, TOGETHER // width)
     warps = max(1, together * width // (32 * held))
-    return {"TOGETHER": together, "WIDTH": width, "EXACT": n == width, "num_warps": warps}
+    return {"TOGETHER": together, "WIDTH": width, "FULL": n == width, "num_warps": warps}
 
 
 def permutahedron(

@@ -102,12 +102,12 @@ def _pulled(high, low, c, p, to_high, to_low):
 @triton.jit(do_not_specialize=["rows"])
 def _sort_rows(
     x, tau, out_pointer, index_pointer, place_pointer, scratch_pointer, rows, n, TOGETHER: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr, DOUBLES: tl.constexpr, DESCENDING: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr, DOUBLES: tl.constexpr, DESCENDING: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    valid = inside(there, column, n, TOGETHER, EXACT)
+    valid = inside(there, column, n, TOGETHER, FULL)
     held = tl.load(x.pointer + entries(row, x.stride, column, TOGETHER), mask=valid, other=0.0).to(tl.float32)
     own_tau, poison = temperature(tau.pointer, tau.stride, tau.high, row, there)
     poison += nan_of(held, AXIS)
@@ -184,7 +184,7 @@ def _sort_long_rows(
 @triton.jit(do_not_specialize=["rows"])
 def _pull_sorts(
     grad, x, tau, index_pointer, place_pointer, dx_pointer, dtau_pointer, scratch_pointer, rows, n,
-    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, ASKED: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr, ASKED: tl.constexpr,
     DESCENDING: tl.constexpr,
 ):  # fmt: skip
     """dL/dx_j = Σ q_i e^(−|x_j − t_i|/τ) with q_i = v_i/Σ_j e^(−|x_j − t_i|/τ): the same sums, over the
@@ -192,7 +192,7 @@ def _pull_sorts(
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
     row, there = place_rows(rows, TOGETHER)
     column = tl.arange(0, WIDTH)
-    valid = inside(there, column, n, TOGETHER, EXACT)
+    valid = inside(there, column, n, TOGETHER, FULL)
     at, base = entries(row, n, column, TOGETHER), wide(row * n, TOGETHER)
     order = tl.load(index_pointer + at, mask=valid, other=0)
     place = tl.load(place_pointer + at, mask=valid, other=0)

@@ -7,7 +7,7 @@
    also gives every part its place in a window of the row's entries.
 3. `_finish_parts`: the same at the new threshold, or the window is filled, and its last program solves it.
    What is not done then, the last program solves by itself. Parts of rows that are done leave at once.
-4. `_write_parts`; or, where t is to have the digits of float64, the kernels of :mod:`.exact_split`. FINE
+4. `_write_parts`; or, where t is to have the digits of float64, the kernels of :mod:`.exact_split`. BASED
    stands for that: the arithmetic in float32 is on differences from the sample's threshold then, and t is
    such a difference, too.
 
@@ -32,7 +32,7 @@ from khot._kernels.triton.counted import row_values, write_backwards
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
-from khot._kernels.triton.fast import double, inverse_of, joined, reciprocal, split, two_sum
+from khot._kernels.triton.fast import double, in_two, inverse_of, joined, reciprocal, two_sum
 from khot._kernels.triton.functions import NORMAL, full_support, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled import pooled_terms, size, temperature
@@ -111,7 +111,7 @@ def _row_numbers(k, tau, row):
     """k and τ in float64; k as two numbers of float32, τ and 1/τ as one."""
     k64 = number64(*k, row)
     tau64 = number64(*tau, row)
-    own_k, k_rest = split(k64)
+    own_k, k_rest = in_two(k64)
     own_tau = tau64.to(tl.float32)
     return k64, tau64, own_k, k_rest, own_tau, inverse_of(own_tau)
 
@@ -144,7 +144,7 @@ def _mass(x, at, hi, lo, inverse, warming, power, L: tl.constexpr, T: tl.constex
 @triton.jit(do_not_specialize=["window"])
 def _sample_rows(
     x, k, tau, t, state_pointer, counter_pointer, n_columns, window, power_high, L: tl.constexpr,
-    FINE: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr = 0,
+    BASED: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr = 0,
     SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     PIECES: tl.constexpr = T.pieces
@@ -161,8 +161,8 @@ def _sample_rows(
     for i in tl.static_range(PIECES):
         number = tl.arange(0, T.width) + i * T.width
         piece = tl.load(at + (number // BLOCK).to(tl.int64) * spacing + number % BLOCK)
-        held = held + (less(piece, start, FINE),)  # type: ignore[assignment]  # noqa: RUF005
-    origin = less(start, start, FINE)
+        held = held + (less(piece, start, BASED),)  # type: ignore[assignment]  # noqa: RUF005
+    origin = less(start, start, BASED)
     there, _, second = over(held, at, SAMPLE, moment_terms, origin, 3, T)
     share = (k64 * SAMPLE / n_columns).to(tl.float32)
     share = tl.minimum(share, there - 0.01)
@@ -219,7 +219,7 @@ def _sample_rows(
         level += 1
     state = state_pointer + row * STATE
     ok = ok & (tl.abs(hi) < 1e30)
-    if FINE:
+    if BASED:
         threshold = hi + lo
         tl.store(state + BASE, start + threshold.to(tl.float64))
         low = tl.where(tl.abs(low) < FAR, low - threshold, low)
@@ -258,7 +258,7 @@ def _window(bound, side, margin):
 
 @triton.jit(do_not_specialize=["parts", "length", "window"])
 def _sum_parts(
-    x, k, tau, t, scratch, n_columns, length, parts, window, power_high, L: tl.constexpr, FINE: tl.constexpr,
+    x, k, tau, t, scratch, n_columns, length, parts, window, power_high, L: tl.constexpr, BASED: tl.constexpr,
     T: tl.constexpr, PARTS: tl.constexpr, POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     row, part = place(parts)
@@ -274,7 +274,7 @@ def _sum_parts(
         base = tl.load(state + BASE)
         threshold = hi + lo
         heat, per_heat, warming = _heat(threshold, own_tau, inverse, POOLED)
-        _leave_sums(at, mine, hi, lo, per_heat, power, left + part, parts, base, L, FINE, T, POOLED, SIGNED)
+        _leave_sums(at, mine, hi, lo, per_heat, power, left + part, parts, base, L, BASED, T, POOLED, SIGNED)
         wide = tl.load(state + WIDE) != 0
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
         margin = _reach(n_columns, L.cdf) * heat
@@ -289,7 +289,15 @@ def _sum_parts(
                 more = over((), at, mine, _larger_than, (lowest, first, threshold + margin, highest), 4, T)
             else:
                 more = over(
-                    (), at, mine, _more_than, (lowest, first, threshold + margin, highest), 4, T, base, FINE
+                    (),
+                    at,
+                    mine,
+                    _more_than,
+                    (lowest, first, threshold + margin, highest),
+                    4,
+                    T,
+                    base,
+                    BASED,
                 )
             for i in tl.static_range(4):
                 tl.store(left + (7 + i) * parts + part, more[i])
@@ -335,7 +343,7 @@ def _sum_parts(
 
 @triton.jit
 def _leave_sums(
-    at, n, hi, lo, inverse, power, left, parts, base, L: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
+    at, n, hi, lo, inverse, power, left, parts, base, L: tl.constexpr, BASED: tl.constexpr, T: tl.constexpr,
     POOLED: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     scale = inverse * unit(L.cdf)
@@ -346,10 +354,10 @@ def _leave_sums(
         beyond = tl.cdiv(n, T.pieces * T.width) * (T.pieces * T.width) - n if SIGNED else 0
         tl.store(left, tl.where(sums[COUNT] > beyond, float("nan"), sums[0]))
     elif L.cdf == NORMAL or not full_support(L.cdf):
-        sums = over((), at, n, _terms_and_nan, (hi, lo * scale, scale, power, L), COUNT + 1, T, base, FINE)
+        sums = over((), at, n, _terms_and_nan, (hi, lo * scale, scale, power, L), COUNT + 1, T, base, BASED)
         tl.store(left, tl.where(sums[COUNT] > 0, float("nan"), sums[0]))
     else:
-        sums = over((), at, n, terms, (hi, lo * scale, scale, power, L), COUNT, T, base, FINE)
+        sums = over((), at, n, terms, (hi, lo * scale, scale, power, L), COUNT, T, base, BASED)
         tl.store(left, sums[0])
     for i in tl.static_range(1, COUNT):
         tl.store(left + i * parts, sums[i])
@@ -398,13 +406,14 @@ def _step(
 
 @triton.jit
 def _gather(
-    at, n, begin, lowest, highest, buffer, base, FINE: tl.constexpr, WIDTH: tl.constexpr, POOLED: tl.constexpr
+    at, n, begin, lowest, highest, buffer, base, BASED: tl.constexpr, WIDTH: tl.constexpr,
+    POOLED: tl.constexpr,
 ):  # fmt: skip
     """Of a part's entries those between two numbers, in their order."""
     column = tl.arange(0, WIDTH)
     for start in range(0, n, WIDTH):
         x = tl.load(at + start, mask=column + start < n, other=float("-inf"))
-        value = less(x, base, FINE)
+        value = less(x, base, BASED)
         if POOLED > 0:
             value = size(value)
         chosen = (value > lowest) & ~(value > highest)
@@ -417,13 +426,13 @@ def _gather(
 
 @triton.jit(do_not_specialize=["parts", "length", "window"])
 def _finish_parts(
-    x, k, tau, t, scratch, n_columns, length, parts, window, exponent, L: tl.constexpr, FINE: tl.constexpr,
+    x, k, tau, t, scratch, n_columns, length, parts, window, exponent, L: tl.constexpr, BASED: tl.constexpr,
     T: tl.constexpr, PARTS: tl.constexpr, POOLED: tl.constexpr = 0, SIGNED: tl.constexpr = False,
 ):  # fmt: skip
     row, part = place(parts)
     state = scratch.state + row * STATE
     status = tl.load(state + STATUS)
-    if (status != DONE) & ((status != HOPELESS) | ((part == 0) & (not FINE))):
+    if (status != DONE) & ((status != HOPELESS) | ((part == 0) & (not BASED))):
         k64, tau64, own_k, k_rest, own_tau, inverse = _row_numbers(k, tau, row)
         power = tl.zeros((), tl.float32) + exponent[0]
         hi, lo = tl.load(t.hi + row).to(tl.float32), tl.load(t.lo + row).to(tl.float32)
@@ -441,10 +450,10 @@ def _finish_parts(
             begin = tl.load(left + part).to(tl.int32)
             lowest = tl.load(state + LOWEST).to(tl.float32)
             highest = tl.load(state + HIGHEST).to(tl.float32)
-            _gather(at, mine, begin, lowest, highest, buffer, base, FINE, T.width, POOLED)
+            _gather(at, mine, begin, lowest, highest, buffer, base, BASED, T.width, POOLED)
         elif status == OPEN:
             _leave_sums(
-                at, mine, hi, lo, per_heat, power, left + part, parts, base, L, FINE, T, POOLED, SIGNED
+                at, mine, hi, lo, per_heat, power, left + part, parts, base, L, BASED, T, POOLED, SIGNED
             )
 
         alone = status == HOPELESS
@@ -467,11 +476,11 @@ def _finish_parts(
                     source, count = x.pointer + row * x.stride, n_columns
                     level = k64
                     low, high = low * 0 - FAR, high * 0 + FAR
-                goal, goal_rest = split(level)
+                goal, goal_rest = in_two(level)
                 n = tl.cast(count, tl.float32)
                 hi, lo, ok = iterate(
                     (), source + column, count, (hi, lo, low, high, crowd), status == HOPELESS,
-                    (n, goal, goal_rest, own_tau, inverse, power), EVALUATIONS, L, T, False, base, FINE,
+                    (n, goal, goal_rest, own_tau, inverse, power), EVALUATIONS, L, T, False, base, BASED,
                     POOLED=POOLED,
                 )  # fmt: skip
                 ok = ok & (status != HOPELESS)
@@ -479,7 +488,7 @@ def _finish_parts(
                     ok = ok & (hi > 0)
                 t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
                 careful = ~ok
-                if FINE:  # a whole row is solved with the others' t
+                if BASED:  # a whole row is solved with the others' t
                     careful = careful & gathered
                 if careful:
                     if POOLED > 0:
@@ -491,7 +500,7 @@ def _finish_parts(
                             (source, source, 0, count), level, tau64, 0.0, joined(*exponent), L.cdf, BY_COUNT,
                             False, T.chunk,
                         )  # fmt: skip
-                        if FINE:
+                        if BASED:
                             t64 -= base
                 status = tl.where(ok, DONE, tl.where(careful, CAREFUL, HOPELESS)).to(tl.float64)
                 inside = (t64 + rest64 >= low) & (t64 + rest64 <= high)
@@ -553,7 +562,7 @@ def solve(
     counter = t.hi.new_empty(rows, dtype=torch.int32)
     scratch = Scratch(state, counter, left, source.pointer.new_empty(rows, window))
     numbers, size = (source, k, tau, t), (n, cut.length, cut.parts, window)
-    which = {"L": law, "FINE": fine, **more}
+    which = {"L": law, "BASED": fine, **more}
     part = {"T": layout.part_tile(cut), "num_warps": cut.warps, **layout.registers()}
     programs, padded = rows * cut.parts, next_power_of_2(cut.parts)
     pieces, width, warps = layout.sample()

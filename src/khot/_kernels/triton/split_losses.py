@@ -20,8 +20,7 @@ from khot import cdfs
 from khot._kernels.triton import layout, split
 from khot._kernels.triton.arguments import Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import number64
-from khot._kernels.triton.fast import inverse_of, joined
-from khot._kernels.triton.fast import split as halves
+from khot._kernels.triton.fast import in_two, inverse_of, joined
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.losses import (
@@ -112,7 +111,7 @@ def _pull_loss_parts(
     per64, loss = tl.load(share_pointer + row), tl.load(loss_pointer + row)
     own_grad = number64(*grad, row)
     tau64 = number64(*tau, row)
-    hi, rest = halves(hi64)
+    hi, rest = in_two(hi64)
     start = part.to(tl.int64) * length
     x_at, target_at = x.pointer + row * x.stride + start, target.pointer + row * target.stride + start
     to = dx_pointer + row * n_columns + start

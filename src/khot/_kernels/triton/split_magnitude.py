@@ -21,7 +21,7 @@ from khot._kernels.triton import layout, split
 from khot._kernels.triton.arguments import Matrix, Norm, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import write_sizes_exactly
-from khot._kernels.triton.fast import split as halves
+from khot._kernels.triton.fast import in_two
 from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled_rows import (
@@ -70,7 +70,7 @@ def _threshold(t, tau, row):
     """hi, lo and τ in float64, and in float32."""
     hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
     tau64 = number64(*tau, row)
-    hi, rest = halves(hi64)
+    hi, rest = in_two(hi64)
     return hi64, lo64, tau64, hi, rest + lo64.to(tl.float32), tau64.to(tl.float32)
 
 

@@ -84,9 +84,9 @@ FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions i
 
 
 @triton.jit
-def less(x, base, FINE: tl.constexpr):
-    """x in float32; if FINE, x − base: what entries near base differ from it by is exact then."""
-    if FINE:
+def less(x, base, BASED: tl.constexpr):
+    """x in float32; if BASED, x − base: what entries near base differ from it by is exact then."""
+    if BASED:
         return (double(x) - base).to(tl.float32)
     else:
         return x.to(tl.float32)
@@ -95,10 +95,10 @@ def less(x, base, FINE: tl.constexpr):
 @triton.jit
 def over(
     x, at, n, terms: tl.constexpr, given, COUNT: tl.constexpr, T: tl.constexpr, base=0.0,
-    FINE: tl.constexpr = False, TYPE: tl.constexpr = tl.float32, BY: tl.constexpr = BY_COUNT,
+    BASED: tl.constexpr = False, TYPE: tl.constexpr = tl.float32, BY: tl.constexpr = BY_COUNT,
 ):  # fmt: skip
     """The sums over a row of the COUNT members of terms(x, given), which are of this type: of the pieces in
-    x, or of what is at `at`, which FINE takes less `base` (:func:`less`). BY says whether entries are pairs
+    x, or of what is at `at`, which BASED takes less `base` (:func:`less`). BY says whether entries are pairs
     (:func:`.costs.load_pair`), whose costs are at `at` in units of 1/base.
 
     A row that streams past leaves its sums in float64: they are flushed often enough for float32 not to lose
@@ -122,7 +122,7 @@ def over(
                     valid = column + (start + i * T.width) < n
                     if BY == BY_COUNT:
                         score = tl.load(at + (start + i * T.width), mask=valid, other=float("-inf"))
-                        held = held + (less(score, base, FINE),)  # type: ignore[assignment]  # noqa: RUF005
+                        held = held + (less(score, base, BASED),)  # type: ignore[assignment]  # noqa: RUF005
                     else:
                         score, w = load_pair(at, start + i * T.width, valid)
                         held = held + ((score, w * base),)  # type: ignore[assignment]  # noqa: RUF005
@@ -373,7 +373,7 @@ def min_max(a0, a1, b0, b1):
 
 @triton.jit
 def _nearest(
-    x, at, n, hi, lo, T: tl.constexpr, base=0.0, FINE: tl.constexpr = False, POOLED: tl.constexpr = 0,
+    x, at, n, hi, lo, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """The least entry above hi + lo, and the greatest one that is not; POOLED, of their sizes."""
     PIECES: tl.constexpr = T.pieces
@@ -383,7 +383,7 @@ def _nearest(
         least = tl.full((WIDTH,), float("inf"), tl.float32)
         greatest = tl.full((WIDTH,), float("-inf"), tl.float32)
         for start in range(0, n, T.width):
-            score = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, FINE)
+            score = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, BASED)
             if POOLED > 0:
                 score = size(score)
             above = score - hi > lo
@@ -413,7 +413,7 @@ def _gap_terms(x, given):
 
 @triton.jit
 def _gap(
-    x, at, n, hi, lo, scale, tau, CDF: tl.constexpr, T: tl.constexpr, base=0.0, FINE: tl.constexpr = False,
+    x, at, n, hi, lo, scale, tau, CDF: tl.constexpr, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False,
     own_tau=0.0, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t in a gap that no density crosses, and whether there is such a gap.
@@ -427,14 +427,14 @@ def _gap(
     if not full_support(CDF):
         lo = lo + 0.5 * tau
     hi, lo = wide(hi, T.together), wide(lo, T.together)
-    up, down = _nearest(x, at, n, hi, lo, T, base, FINE, POOLED)
+    up, down = _nearest(x, at, n, hi, lo, T, base, BASED, POOLED)
     if POOLED > 0:
         up = unpooled(up, own_tau, POOLED)
         tau = tau * 0
     middle, rest = two_sum(0.5 * up, 0.5 * down)
     if full_support(CDF):
         given = (wide(up, T.together), wide(down, T.together), wide(scale, T.together))
-        A, B = over(x, at, n, _gap_terms, given, 2, T, base, FINE)
+        A, B = over(x, at, n, _gap_terms, given, 2, T, base, BASED)
         rest += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
         exists = up > down
     else:
@@ -541,15 +541,15 @@ def advance(
 @triton.jit
 def iterate(
     x, at, n_columns, guess, done, aim, evaluations, L: tl.constexpr, T: tl.constexpr,
-    AGAIN: tl.constexpr = False, base=0.0, FINE: tl.constexpr = False, grain=0.0, floor=0.0,
+    AGAIN: tl.constexpr = False, base=0.0, BASED: tl.constexpr = False, grain=0.0, floor=0.0,
     POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t from a guess, and which rows have one: of the rows that are not done already.
 
     A guess is hi, lo, the bracket of t, and how many entries lie in a τ there; what is aimed at is n, k and
     its rest, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
-    are held: in a gap, which few rows have to search, there are not registers enough for both. FINE and base
-    are as in :func:`over`: FINE, t is less base, too. If entries have costs, k is a budget and n what all
+    are held: in a gap, which few rows have to search, there are not registers enough for both. BASED and base
+    are as in :func:`over`: BASED, t is less base, too. If entries have costs, k is a budget and n what all
     entries cost; grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32
     cannot tell where the budget is spent. POOLED is p of a top-k in magnitude, whose temperature moves with t
     (:mod:`.pooled`).
@@ -593,7 +593,7 @@ def iterate(
             sums = over(
                 x, at, n_columns, terms,
                 (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power, L),
-                term_count(L.cdf), T, base, FINE,
+                term_count(L.cdf), T, base, BASED,
             )  # fmt: skip
         hi, lo, trail, done, ok, deep = advance(
             sums, hi, lo, trail, crowd, done, ok, deep, count, (n, k, k_rest, tau, inverse, power), seen,
@@ -608,8 +608,8 @@ def iterate(
         if any_row(deep, T.together):
             gap_hi, gap_lo, exists = _gap(
                 x, at, n_columns, hi, lo, scale, tau, L.cdf,
-                Tile(T.together, 1 if AGAIN else T.pieces, T.width, False, T.streams or AGAIN, 0), base, FINE,
-                own_tau, POOLED,
+                Tile(T.together, 1 if AGAIN else T.pieces, T.width, False, T.streams or AGAIN, 0), base,
+                BASED, own_tau, POOLED,
             )  # fmt: skip
             ok = ok & (exists | ~deep)
             hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
