@@ -28,7 +28,7 @@ def which(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, request: pytest.
 
     monkeypatch.setattr(kernels.projection, "permutahedron", refuse)
     if request.param == "short":
-        monkeypatch.setattr(kernels.long_projection, "project", refuse)
+        monkeypatch.setattr(kernels.long_projection, "permutahedron", refuse)
         monkeypatch.setattr(kernels.projection, "permutahedron_backward", refuse)
     else:
         monkeypatch.setattr(kernels.short_projection, "LONGEST", 0)
