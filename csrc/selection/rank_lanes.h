@@ -146,18 +146,15 @@ class RankLanes {
     for (int j = 0; j < kRun; ++j) *column(p, j) = v[j];
   }
 
-  static KHOT_APART void upper_run(float* a, float* b, float* to) {
+  // The upper or the lower half of two runs together, sorted.
+  template <bool kUpper>
+  static KHOT_APART void half_of(float* a, float* b, float* to) {
     VecF v[kRun];
 #pragma GCC unroll 16
-    for (int j = 0; j < kRun; ++j) v[j] = greater(*column(a, j), *column(b, kRun - 1 - j));
-    tidy(v);
-#pragma GCC unroll 16
-    for (int j = 0; j < kRun; ++j) *column(to, j) = v[j];
-  }
-  static KHOT_APART void lower_run(float* a, float* b, float* to) {
-    VecF v[kRun];
-#pragma GCC unroll 16
-    for (int j = 0; j < kRun; ++j) v[j] = lesser(*column(a, j), *column(b, kRun - 1 - j));
+    for (int j = 0; j < kRun; ++j) {
+      const VecF own = *column(a, j), other = *column(b, kRun - 1 - j);
+      v[j] = kUpper ? greater(own, other) : lesser(own, other);
+    }
     tidy(v);
 #pragma GCC unroll 16
     for (int j = 0; j < kRun; ++j) *column(to, j) = v[j];
@@ -165,8 +162,8 @@ class RankLanes {
 
   static KHOT_APART void merge(float* a, float* b, int length, float* to, int kept) {
     if (length == kRun) {
-      upper_run(a, b, to);
-      if (kept > length) lower_run(a, b, to + kRun * width);
+      half_of<true>(a, b, to);
+      if (kept > length) half_of<false>(a, b, to + kRun * width);
       return;
     }
     for (int i = 0; i < length; ++i) {
