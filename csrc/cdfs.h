@@ -49,14 +49,20 @@ KHOT_INLINE Vec<R> log_called(Vec<R> x) {
   return log<R>(x);
 }
 
+// The standard normal quantile to three digits, for 0 < y < 1.
+inline double rough_normal_quantile(double y) {
+  if (y > 0.5) return -rough_normal_quantile(1 - y);
+  const double t = std::sqrt(-2 * std::log(y));
+  return (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) -
+         t;
+}
+
 // The standard normal quantile. Formula 26.2.23 of Abramowitz and Stegun has an error below 5e-4 in both
 // tails, and each of Halley's steps raises the error to its third power.
 KHOT_APART inline double normal_quantile(double y) {
   if (y > 0.5) return -normal_quantile(1 - y);
   if (!(y > 0)) return y == 0 ? -std::numeric_limits<double>::infinity() : kNan;
-  const double t = std::sqrt(-2 * std::log(y));
-  double z =
-      (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) - t;
+  double z = rough_normal_quantile(y);
   for (int i = 0; i < 2; ++i) {
     const double density = std::exp(-0.5 * z * z) * 0.39894228040143267794;
     const double miss = (0.5 * std::erfc(-z * 0.70710678118654752440) - y) / density;

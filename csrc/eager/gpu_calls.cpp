@@ -48,12 +48,6 @@ bool is_recorded(const Call& call) {
   return wanted;
 }
 
-Slots slots_of(const Addresses& rows) {
-  Slots slots{};
-  for (size_t i = 0; i < rows.size(); ++i) slots[kInput + i] = rows[i];
-  return slots;
-}
-
 // The result of a call whose launches are prepared, which are added; undefined if they cannot be. With a draw
 // it is a sample from what the launch results in, with the gradient of that. The rows that the launch reads
 // may have been made already.

@@ -79,6 +79,13 @@ struct Draw {
   Tensor sample(const void* probs, at::IntArrayRef sizes, c10::Device device, Launches& launches) const;
 };
 
+// What the rows that a launch reads take of the slots.
+inline Slots slots_of(const Addresses& rows) {
+  Slots slots{};
+  for (size_t i = 0; i < rows.size(); ++i) slots[kInput + i] = rows[i];
+  return slots;
+}
+
 // Add the launches of a call with these addresses, to which those of the numbers are added; false if they
 // cannot be.
 bool add(const Prepared& prepared, Slots slots, const Numbers& numbers, Launches& launches);

@@ -46,8 +46,7 @@ variable_list pulled(const Saved& saved, const Tensor& grad) {
   if (!before(call, launches, rows)) return {};
   Tensor first = empty(call.shape.sizes, x.device(), prepared->dtype), scratch;
   if (asked) scratch = empty({prepared->scratch_bytes / 8}, x.device(), at::kDouble);
-  Slots slots{};
-  for (size_t i = 0; i < rows.size(); ++i) slots[kInput + i] = rows[i];
+  Slots slots = slots_of(rows);
   slots[kGrad] = before_gradient(call, launches, saved.result, grad);
   if (slots[kGrad] == nullptr) return {};
   if (saved.result.defined()) slots[kFirst] = saved.result.const_data_ptr();

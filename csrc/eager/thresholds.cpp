@@ -59,6 +59,12 @@ Tensor entries_of(const Tensor& x, const Problem& problem) {
   return made;
 }
 
+// The same in operations that can be differentiated and mapped.
+Tensor masked(const Tensor& x, const Tensor& mask) {
+  if (!mask.defined()) return x;
+  return at::where(mask, x, at::full({}, -std::numeric_limits<double>::infinity(), x.options()));
+}
+
 // The hard mask of contiguous rows.
 Tensor hard_mask(const Tensor& entries, double k) {
   Tensor made = at::empty(entries.sizes(), entries.options());
@@ -141,9 +147,7 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     if (!direct) {
       const Tensor first = grad.defined() ? grad : at::zeros_like(x);
       const Tensor second = grad_lo.defined() ? grad_lo : at::zeros({}, hi.options());
-      const Tensor never = at::full({}, -std::numeric_limits<double>::infinity(), x.options());
-      const Tensor entries = saved[4].defined() ? at::where(saved[4], x, never) : x;
-      return {vjp(first, second, entries, hi, lo, problem), Tensor(), Tensor()};
+      return {vjp(first, second, masked(x, saved[4]), hi, lo, problem), Tensor(), Tensor()};
     }
     RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
     Tensor result = at::empty(x.sizes(), x.options());

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "selection/kth_largest.h"
+#include "cdfs.h"
 #include "simd/passes.h"
 
 namespace khot::KHOT_ISA {
@@ -19,7 +19,7 @@ class RankByCounts {
   // Finds two levels, in [low, high) between which a few entries lie, among them both; false where that takes
   // too many passes.
   KHOT_APART bool bracket(double mean, double deviation) {
-    const double n = n_, goal = quantile((rank_ + 0.5) / n);
+    const double n = n_, goal = rough_normal_quantile((rank_ + 0.5) / n);
     // a little beyond the rank, so that levels come to lie on both sides
     const double beyond = 6 / n / std::exp(-0.5 * goal * goal) * 2.5;
     int at_low = n_, at_high = 0;
@@ -34,9 +34,9 @@ class RankByCounts {
       (under ? low_ : high_) = level, (under ? at_low : at_high) = count;
       above_high_ = at_high;
       if (at_low - at_high <= kFew) return true;
-      const double own = quantile(std::min(std::max(count / n, 0.25 / n), 1 - 0.25 / n));
+      const double own = rough_normal_quantile(std::min(std::max(count / n, 0.25 / n), 1 - 0.25 / n));
       if (std::fabs(before) < 1e30 && at_before > 0 && at_before < n_) {  // the slope between two levels
-        slope = (t - before) / (quantile(at_before / n) - own);
+        slope = (t - before) / (rough_normal_quantile(at_before / n) - own);
       }
       t += slope * (own - goal + (under ? -beyond : beyond));
       const bool bounded = low_ > -kInf<float> && high_ < kInf<float>;
@@ -95,14 +95,6 @@ class RankByCounts {
 
  private:
   static constexpr int kFew = 48;
-
-  // Of the normal distribution (Abramowitz & Stegun 26.2.23).
-  static double quantile(double y) {
-    if (y > 0.5) return -quantile(1 - y);
-    const double t = std::sqrt(-2 * std::log(y));
-    return (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))) -
-           t;
-  }
 
   static int total(IntF counts) {
     int result = 0;

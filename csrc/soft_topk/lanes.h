@@ -175,8 +175,7 @@ class LaneSolver : public SharpLanes<C> {
   // Those of the CDF and of the normal distribution at k/n, as in Goal. Of rows that all have another, a few
   // digits are enough.
   Quantiles quantiles(Goal& goal) {
-    int first = 0;
-    while (first + 1 < width && !good[first]) ++first;
+    const int first = Passes::first_good();
     if (!any(good & ((free_ != free_[first]) | (k_ != k_[first])))) {
       if (good[first]) goal.set(k_all_[first], free_[first], F_);
       return {splat(static_cast<float>(goal.own)), splat(static_cast<float>(goal.normal))};

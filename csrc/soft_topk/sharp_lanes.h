@@ -44,6 +44,12 @@ class SharpLanes : public LanePasses<C, CountTile> {
 
   void forget() { sums_tails_ = is_found_ = is_hard_ = false, settled_ = IntF{}; }
 
+  int first_good() const {
+    int j = 0;
+    while (j + 1 < width && !good[j]) ++j;
+    return j;
+  }
+
   // Starts these rows between their entries of rank r and r + 1, or where that of rank r has the share that k
   // leaves it.
   KHOT_APART void start_between(IntF sharp) {
@@ -115,12 +121,6 @@ class SharpLanes : public LanePasses<C, CountTile> {
   };
 
   int rank(double k) const { return std::min(n_, static_cast<int>(std::ceil(k))); }
-
-  int first_good() const {
-    int j = 0;
-    while (j + 1 < width && !good[j]) ++j;
-    return j;
-  }
 
   KHOT_INLINE VecF z_of(VecF x) const { return (x - hi_) * scale_ - lo_ * scale_; }
 

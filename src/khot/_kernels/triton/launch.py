@@ -65,9 +65,10 @@ _noted: ContextVar[list[tuple[Variant, int, tuple[Any, ...]]] | None] = ContextV
 @contextmanager
 def unstarted() -> Iterator[list[tuple[Variant, int, tuple[Any, ...]]]]:
     """The launches of this thread, which are compiled and noted, but not started."""
-    token = _noted.set([])
+    noted: list[tuple[Variant, int, tuple[Any, ...]]] = []
+    token = _noted.set(noted)
     try:
-        yield _noted.get()  # type: ignore[misc]
+        yield noted
     finally:
         _noted.reset(token)
 
