@@ -39,6 +39,7 @@ __all__ = [
     "derivative_levels",
     "differentiable",
     "forward_mode_is_on",
+    "has_cpu_kernel",
     "is_exporting",
     "is_recomputation",
     "is_transformed",
@@ -78,6 +79,12 @@ copy_each, zero_each = torch.ops.aten._foreach_copy_.default, torch.ops.aten._fo
 
 # Whether a transform of torch.func is being applied: a function without arguments.
 transforms_are_on = torch._C._are_functorch_transforms_active
+
+
+def has_cpu_kernel(operator: str) -> bool:
+    """Whether a kernel was registered for the CPU under the operator's full name."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU")
+
 
 # Whether a tensor represents a batch, or a value with its tangent, under a transform of torch.func.
 is_transformed = functorch.is_functorch_wrapped_tensor

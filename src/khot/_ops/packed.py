@@ -1,0 +1,159 @@
+"""The soft top-k and the hard mask of packed rows in one call of a compiled kernel, on the CPU.
+
+:func:`soft_at_once` and :func:`hard_at_once` are what ``ways.by_shards`` asks first. They return None for
+what the kernels do not know, and where a row has no result: all else goes by groups of rows
+(:mod:`khot._core.packed`), as do the second derivatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from khot import cdfs
+from khot._core import arguments
+from khot._core.arguments import Scalar
+from khot._core.torch_internals import as_usual, below_autograd, forward_mode_is_on, has_cpu_kernel
+from khot.cdfs import CDF, CDFName
+
+__all__ = ["hard_at_once", "soft_at_once"]
+
+_ROWS = "Tensor x, Tensor offsets"
+_CDF = "str cdf, float shape, str output"
+_RESULTS = "(Tensor, Tensor, Tensor)"
+torch.library.define("khot::packed_soft_topk", f"({_ROWS}, Tensor k, Tensor tau, {_CDF}) -> {_RESULTS}")
+torch.library.define(
+    "khot::packed_soft_topk_backward",
+    f"(Tensor grad, {_ROWS}, Tensor hi, Tensor lo, Tensor tau, {_CDF}, Tensor? y) -> {_RESULTS}",
+)
+torch.library.define("khot::packed_topk_mask", f"({_ROWS}, Tensor k) -> Tensor")
+
+
+def soft_at_once(
+    values: Tensor,
+    offsets: Tensor,
+    by_groups: Callable[..., Tensor],
+    *,
+    k: Scalar,
+    tau: Scalar,
+    cdf: CDFName | CDF,
+    largest: bool,
+    mask: Tensor | None,
+    hard: bool,
+    output: str,
+    **_: Any,
+) -> Tensor | None:
+    """The soft top-k of packed rows: y, log y, or the hard mask with the gradient of y."""
+    F = cdfs.resolve(cdf)
+    given = _taken(values, offsets, largest, mask, k, tau)
+    if given is None or not F.built_in or not isinstance(hard, bool):
+        return None
+    x, count, scale = given
+
+    def otherwise(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+        return by_groups(x, k=k, tau=tau, largest=True, mask=None, hard=False)
+
+    y: Tensor | None = _SoftTopK.apply(x, count, scale, offsets, F.key, output, otherwise)
+    if y is None or not hard:
+        return y
+    chosen = _hard(x, count, offsets)
+    return None if chosen is None else chosen + (y - y.detach())
+
+
+def hard_at_once(
+    values: Tensor,
+    offsets: Tensor,
+    by_groups: Callable[..., Tensor],
+    *,
+    k: Scalar,
+    largest: bool,
+    mask: Tensor | None,
+    **_: Any,
+) -> Tensor | None:
+    """The mask of the ⌊k + ½⌋ largest entries of packed rows."""
+    given = _taken(values, offsets, largest, mask, k)
+    return None if given is None else _hard(given[0], given[1], offsets)
+
+
+def _taken(
+    values: Tensor, offsets: Tensor, largest: bool, mask: Tensor | None, *numbers: Scalar
+) -> list[Tensor] | None:
+    """The scores, and the numbers for each row or for all, if the kernels take them."""
+    shapes = torch.Size(), offsets[1:].shape
+    given: list[Tensor] = []
+    for value in numbers:
+        if isinstance(value, Tensor):
+            if value.shape not in shapes or value.dtype not in arguments.FLOATS | arguments.INTEGERS:
+                return None
+            given.append(value)
+        elif type(value) in arguments.NUMBERS and not math.isnan(value):
+            given.append(arguments.constant(value, values))
+        else:
+            return None
+    if not isinstance(largest, bool) or not _serves(values, offsets, *given):
+        return None
+    if mask is not None and not (_serves(mask) and mask.shape == values.shape):
+        return None
+    return [arguments.rows(values, -1, mask, largest), *given]
+
+
+def _serves(*tensors: Tensor) -> bool:
+    """Whether there are kernels for these tensors, and nothing but reverse mode sees the call."""
+    return (
+        all(t.is_cpu and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+        and has_cpu_kernel("khot::packed_soft_topk")
+        and as_usual()
+        and not forward_mode_is_on()
+    )
+
+
+class _SoftTopK(Function):
+    """The output, or None. Second derivatives are those of another function with the same result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, k: Tensor, tau: Tensor, offsets: Tensor, key: Any, output: str, otherwise: Any
+    ) -> Tensor | None:
+        y, hi, lo = torch.ops.khot.packed_soft_topk(x, offsets, k, tau, *key, output)
+        if len(hi) != len(offsets) - 1 or bool(hi.isnan().any()):  # the offsets are wrong, or a row is
+            return None
+        by_value = output == "y" and x.dtype == torch.float32 and cdfs.resolve(*key).density_from_value
+        kept = y if by_value and not ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(x, k, tau, offsets, hi, lo, kept)
+        ctx.key, ctx.output, ctx.otherwise = key, output, otherwise
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, k, tau, offsets, hi, lo, y = ctx.saved_tensors
+        found: list[Tensor | None]
+        if torch.is_grad_enabled() or not _serves(grad):
+            recorded = torch.is_grad_enabled()
+            with torch.enable_grad():
+                again = ctx.otherwise(x, k, tau)
+            asked = [t for t, wanted in zip((x, k, tau), ctx.needs_input_grad[:3], strict=True) if wanted]
+            grads = iter(torch.autograd.grad(again, asked, grad, create_graph=recorded, allow_unused=True))
+            found = [next(grads) if wanted else None for wanted in ctx.needs_input_grad[:3]]
+        else:
+            with below_autograd():
+                dx, dk, dtau = torch.ops.khot.packed_soft_topk_backward(
+                    grad, x, offsets, hi, lo, tau, *ctx.key, ctx.output, y
+                )
+            found = [dx, _of(k, dk, ctx.needs_input_grad[1]), _of(tau, dtau, ctx.needs_input_grad[2])]
+        return *found, None, None, None, None
+
+
+def _of(number: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
+    """The gradient of a number for each row, or for all."""
+    return grad.sum_to_size(number.shape).to(number.dtype) if wanted else None
+
+
+def _hard(x: Tensor, k: Tensor, offsets: Tensor) -> Tensor | None:
+    with below_autograd():
+        y: Tensor = torch.ops.khot.packed_topk_mask(x.detach(), offsets, k.detach())
+    return y if len(y) == len(x) and not bool(y.isnan().any()) else None
