@@ -38,6 +38,7 @@ def soft_budget(
     mask: Tensor | None = None,
     hard: bool = False,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """A differentiable selection of entries with costs: the shares y that spend a budget, Σ_i w_i y_i = B.
 
@@ -81,6 +82,7 @@ def soft_budget(
         group: a ``torch.distributed`` process group over which the rows are spread, as for
             :func:`khot.soft_topk`. Each process passes its shard of the input and of the cost, and the same
             budget and tau. Not with ``hard``.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in [0, 1]. A row with a NaN, or whose entries of +inf cost more
@@ -107,13 +109,13 @@ def soft_budget(
         >>> round((cost * y).sum().item(), 4)
         3.0
     """
-    if not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling():
         plain = eager.soft_budget(
             input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group
         )  # fmt: skip
         if plain is not None:
             return plain
-    return _soft(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group)
+    return _soft(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group, offsets=offsets)
 
 
 @by_rows(1)
@@ -130,6 +132,7 @@ def _soft(
     mask: Tensor | None,
     hard: bool,
     group: Any,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """:func:`soft_budget`."""
     row = rows.named(group)
@@ -170,6 +173,7 @@ def budget_mask(
     at_most: bool = False,
     largest: bool = True,
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The hard selection under a budget: 1 for the entries that are taken, 0 for the others.
 
@@ -192,6 +196,7 @@ def budget_mask(
         budget: B ≥ 0; it may exceed the cost of all entries. Entries of +inf come first, but no more of them
             than it pays for.
         at_most: take no entry with an input below 0, as :func:`soft_budget` does in the limit of τ → 0.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the input's shape and dtype. The mask has no gradient. A row with a NaN is NaN.

@@ -39,7 +39,13 @@ FEW_ELSEWHERE = _Few(levels=2048, counts=256)  # from the instructions per entry
 
 @by_rows(0)
 def soft_count(
-    input: Tensor, at: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
+    input: Tensor,
+    at: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "logistic",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """How many entries of each row lie above ``at``, softened.
 
@@ -57,6 +63,7 @@ def soft_count(
             without ``dim``).
         cdf: ``"logistic"``, ``"laplace"``, ``"normal"``, ``"uniform"``, or an object of
             :mod:`khot.cdfs`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Counts in [0, n], of the input's dtype, with m entries along ``dim`` or without it.
@@ -93,7 +100,13 @@ def soft_count(
 
 @by_rows(0)
 def inverse_soft_count(
-    input: Tensor, count: Scalar, dim: int = -1, *, tau: Scalar = 1.0, cdf: CDFName | CDF = "logistic"
+    input: Tensor,
+    count: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "logistic",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The threshold above which the soft count of each row is ``count``.
 
@@ -106,6 +119,7 @@ def inverse_soft_count(
         input: scores, of any floating-point dtype. −inf never counts, +inf always.
         count: in [0, n]; a number or a tensor, as ``at`` for :func:`soft_count`.
         dim, tau, cdf: as for :func:`soft_count`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Thresholds of the input's dtype, with m entries along ``dim`` or without it; +inf for count = 0 and

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from inspect import unwrap
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -37,6 +38,7 @@ from khot._core import arguments, eager
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
 from khot._core.precision import wide_dtype
+from khot._core.ways import by_lengths
 from khot._kernels.reference.order_sampling import LEAST
 from khot.cdfs import CDF, CDFName
 from khot.masks import soft_topk, topk_mask
@@ -84,6 +86,7 @@ def sample_khot(
     hard: bool = True,
     mask: Tensor | None = None,
     generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Draw k of n at random, with a gradient: a k-hot sample, as F.gumbel_softmax draws a one-hot sample.
 
@@ -124,6 +127,7 @@ def sample_khot(
         mask: bool, broadcastable to the logits; True where an entry may be drawn. Entries under False are
             ignored, even NaN and inf, and get 0.
         generator: the source of randomness, on the device of logits.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones (with ``hard=False``: the relaxed numbers) of the logits' shape and dtype. A row with a
@@ -146,6 +150,20 @@ def sample_khot(
         >>> x.sum(-1)
         tensor([2., 2., 2.], grad_fn=<SumBackward1>)
     """
+    if offsets is not None or (type(logits) is not Tensor and arguments.is_nested(logits)):
+        return _of_lengths(
+            logits,
+            k,
+            dim,
+            estimator=estimator,
+            design=design,
+            tau=tau,
+            cdf=cdf,
+            hard=hard,
+            mask=mask,
+            generator=generator,
+            offsets=offsets,
+        )
     if eager.launching and not is_dynamo_compiling():
         plain = eager.sample_khot(
             logits, k, dim, estimator, design, tau, cdf, hard, mask, generator, LEAST
@@ -185,6 +203,10 @@ def sample_khot(
     return draw(logits, k, dim, generator=generator, **given)
 
 
+_of_lengths = by_lengths(sample_khot)
+
+
+@by_lengths
 def straight_through(
     logits: Tensor,
     k: Scalar | None = None,
@@ -193,6 +215,7 @@ def straight_through(
     design: DesignName = "pareto",
     cdf: CDFName | CDF = "logistic",
     generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """A k-hot sample with inclusion probabilities π, and their gradient: x − π.detach() + π.
 
@@ -204,6 +227,7 @@ def straight_through(
     Args:
         logits, k, dim, cdf, generator: as for :func:`sample_khot`.
         design: the sampling design, a name in :data:`khot.sampling.designs`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the logits' shape and dtype, differentiable in logits and k.
@@ -222,6 +246,7 @@ def straight_through(
     return _unrows(_through(_draw(probs, design, generator), probs), logits, dim)
 
 
+@by_lengths
 def second_order(
     logits: Tensor,
     k: Scalar | None = None,
@@ -231,6 +256,7 @@ def second_order(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "logistic",
     generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """A k-hot sample as :func:`straight_through` draws it, with the gradient 2J(π₁)v − ½J(π₀)v.
 
@@ -246,6 +272,7 @@ def second_order(
         design: the sampling design, a name in :data:`khot.sampling.designs`.
         tau: temperature > 0 of the second half of π₁; a number or a tensor that broadcasts with the batch
             shape.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the logits' shape and dtype, differentiable in logits, not in tau or k.
@@ -281,8 +308,14 @@ def second_order(
     return _unrows(_through(sample, 2 * g * z - probs / 2), logits, dim)
 
 
+@by_lengths
 def reinmax(
-    logits: Tensor, dim: int = -1, *, tau: Scalar = 1.0, generator: Generator | None = None
+    logits: Tensor,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """A one-hot sample with probabilities π = softmax(logits), and the gradient 2J(π₁)v − ½J(π)v.
 
@@ -295,6 +328,7 @@ def reinmax(
         logits, dim, generator: as for :func:`sample_khot`.
         tau: temperature > 0 of the second half of π₁; a number or a tensor that broadcasts with the batch
             shape.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and a one along ``dim``, of the logits' shape and dtype, differentiable in logits.
@@ -320,6 +354,7 @@ def reinmax(
     return _unrows(_through(sample, 2 * towards - probs / 2), logits, dim)
 
 
+@by_lengths
 def gumbel(
     logits: Tensor,
     k: Scalar,
@@ -329,6 +364,7 @@ def gumbel(
     cdf: CDFName | CDF = "logistic",
     hard: bool = True,
     generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The Gumbel-softmax of k-hot vectors.
 
@@ -343,6 +379,7 @@ def gumbel(
         logits, k, dim, cdf, generator: as for :func:`sample_khot`.
         tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
         hard: True for a k-hot sample, False for a relaxed one.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Numbers in [0, 1] of the logits' shape and dtype, each row summing to k (hard: to ⌊k + ½⌋);
@@ -361,7 +398,15 @@ def gumbel(
     return _unrows(sample, logits, dim)
 
 
-def simple(logits: Tensor, k: Scalar, dim: int = -1, *, generator: Generator | None = None) -> Tensor:
+@by_lengths
+def simple(
+    logits: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    generator: Generator | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
     """A conditional Poisson sample with parameters θ = logits, and the exact gradient of its marginals.
 
         p(x) ∝ exp⟨θ, x⟩ for x ∈ {0, 1}ⁿ, Σx = k
@@ -373,6 +418,7 @@ def simple(logits: Tensor, k: Scalar, dim: int = -1, *, generator: Generator | N
     Args:
         logits, dim, generator: as for :func:`sample_khot`.
         k: how many; an integer in [0, n], or a tensor of integers that broadcasts with the batch shape.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the logits' shape and dtype, differentiable in logits.
@@ -390,6 +436,7 @@ def simple(logits: Tensor, k: Scalar, dim: int = -1, *, generator: Generator | N
     return _unrows(_through(sample, conditional_poisson.marginals(x, k)), logits, dim)
 
 
+@by_lengths
 def imle(
     logits: Tensor,
     k: Scalar,
@@ -398,6 +445,7 @@ def imle(
     tau: Scalar = 1.0,
     step: float = 1.0,
     generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Implicit maximum likelihood: the top k of perturbed logits, compared with those that the loss prefers.
 
@@ -411,6 +459,7 @@ def imle(
         tau: scale of the noise > 0; a number or a tensor that broadcasts with the batch shape.
         step: λ > 0, in the units of θ divided by those of v: small for little bias, large for little
             variance.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the logits' shape and dtype, differentiable in logits.
@@ -453,6 +502,7 @@ class _PerturbAndMap(torch.autograd.Function):
         return (sample - wanted) / ctx.step, None, None
 
 
+@by_lengths
 def sequential_softmax(
     logits: Tensor,
     k: int | Tensor,
@@ -461,6 +511,7 @@ def sequential_softmax(
     tau: Scalar = 1.0,
     hard: bool = True,
     generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The top k of perturbed logits, with the gradient of k softmaxes in turn (Xie and Ermon).
 
@@ -474,6 +525,7 @@ def sequential_softmax(
         k: how many; an integer in [0, n], or a tensor of integers that broadcasts with the batch shape.
         tau: temperature > 0; a number or a tensor that broadcasts with the batch shape.
         hard: True for a k-hot sample, False for a relaxed one.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones, or with ``hard=False`` numbers in [0, k], of the logits' shape and dtype, each row
@@ -502,6 +554,7 @@ def sequential_softmax(
     return _unrows(sample, logits, dim)
 
 
+@by_lengths
 def ncpss(
     logits: Tensor,
     k: int | Tensor,
@@ -510,6 +563,7 @@ def ncpss(
     tau: Scalar = 1.0,
     rounds: int = 3,
     generator: Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Iterative Poisson samples of about k, with the gradient of rescaled sigmoids (NCPSS).
 
@@ -529,6 +583,7 @@ def ncpss(
         k: how many; an integer in [0, n], or a tensor of integers that broadcasts with the batch shape.
         tau: temperature > 0 of the sigmoids; a number or a tensor that broadcasts with the batch shape.
         rounds: the number of corrections, at least 0.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the logits' shape and dtype, differentiable in logits and tau.
@@ -575,7 +630,9 @@ def _iterative_poisson(
 
 
 def score_function(
-    loss: Tensor, log_prob: Tensor, baseline: Literal["leave_one_out"] | None = None
+    loss: Tensor,
+    log_prob: Tensor,
+    baseline: Literal["leave_one_out"] | None = None,
 ) -> Tensor:
     """A surrogate of the losses of samples, with the score-function (REINFORCE) gradient of their mean.
 
@@ -637,14 +694,15 @@ class _Estimator(NamedTuple):
     designs: tuple[DesignName, ...] = ()  # for an estimator with a fixed design: its name, which is accepted
 
 
+# Of rows that are whole: packed ones have been taken apart before.
 _ESTIMATORS: dict[EstimatorName, _Estimator] = {
-    "straight_through": _Estimator(straight_through, frozenset({"k=None", "design", "cdf"})),
-    "second_order": _Estimator(second_order, frozenset({"k=None", "design", "tau", "cdf"})),
-    "gumbel": _Estimator(gumbel, frozenset({"tau", "cdf", "hard"})),
-    "simple": _Estimator(simple, frozenset(), ("conditional_poisson",)),
-    "imle": _Estimator(imle, frozenset({"tau"})),
-    "sequential_softmax": _Estimator(sequential_softmax, frozenset({"tau", "hard"})),
-    "ncpss": _Estimator(ncpss, frozenset({"tau"})),
+    "straight_through": _Estimator(unwrap(straight_through), frozenset({"k=None", "design", "cdf"})),
+    "second_order": _Estimator(unwrap(second_order), frozenset({"k=None", "design", "tau", "cdf"})),
+    "gumbel": _Estimator(unwrap(gumbel), frozenset({"tau", "cdf", "hard"})),
+    "simple": _Estimator(unwrap(simple), frozenset(), ("conditional_poisson",)),
+    "imle": _Estimator(unwrap(imle), frozenset({"tau"})),
+    "sequential_softmax": _Estimator(unwrap(sequential_softmax), frozenset({"tau", "hard"})),
+    "ncpss": _Estimator(unwrap(ncpss), frozenset({"tau"})),
 }
 
 

@@ -45,6 +45,7 @@ def soft_topk_magnitude(
     rescale: bool = False,
     mask: Tensor | None = None,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The k entries of largest magnitude, with the others set to 0; relaxed so that the result is continuous.
 
@@ -69,6 +70,7 @@ def soft_topk_magnitude(
         mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
             ignored and get 0.
         group: as for :func:`khot.soft_topk`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, with the input's signs. A row with a NaN, or with more than k
@@ -87,14 +89,14 @@ def soft_topk_magnitude(
         >>> khot.soft_topk_magnitude(x, 2, tau=0.5, rescale=True)
         tensor([-3.,  0.,  2.,  0.])
     """
-    if not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling():
         plain = eager.soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
         if plain is not None:
             return plain
-    return _magnitude(input, k, dim, group, tau, p, rescale, mask)
+    return _magnitude(input, k, dim, group, tau, p, rescale, mask, offsets=offsets)
 
 
-@by_shards
+@by_shards()
 def _magnitude(
     input: Tensor,
     k: int | Tensor,
@@ -104,6 +106,7 @@ def _magnitude(
     p: float,
     rescale: bool,
     mask: Tensor | None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """:func:`soft_topk_magnitude`."""
     row = rows.named(group)
@@ -159,6 +162,7 @@ def soft_topk_signed(
     tau: Scalar = 1.0,
     p: float = 2.0,
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The signs of the k entries of largest magnitude, with 0 for the others; relaxed.
 
@@ -177,6 +181,7 @@ def soft_topk_signed(
         p: in [1.15, 3].
         mask: bool, broadcastable to the input; True where an entry may be selected. Entries under False are
             ignored and get 0.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in [−1, 1]; the magnitudes of a row sum to at most k, and to k if
@@ -209,6 +214,7 @@ def soft_topk_exp(
     tau: Scalar = 1.0,
     p: float = 2.0,
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """e^(x−1) for the k largest entries and 0 for the others; relaxed.
 
@@ -224,6 +230,7 @@ def soft_topk_exp(
             gradient.
         tau: regularisation > 0; a number or a tensor, as k.
         p: in [1.15, 3].
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input. A row with a NaN, or with more than k entries of +inf, is NaN.
@@ -255,6 +262,7 @@ def soft_topk_sum(
     phi: PhiName = "identity",
     p: float = 2.0,
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The sum of φ(x) over the k entries where it is largest; relaxed so that it is differentiable.
 
@@ -272,6 +280,7 @@ def soft_topk_sum(
         input, k, dim, tau, p, mask: as for the operator that is the gradient; k is an integer for "square"
             and "exp", and has a gradient for the others.
         phi: what is summed.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The input's shape without ``dim``, and its dtype. A row of NaN of the operator is NaN. Differentiable
@@ -321,7 +330,14 @@ def soft_topk_sum(
 
 
 @by_rows(0)
-def k_support_norm(input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+def k_support_norm(
+    input: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
     """The k-support norm: its unit ball is the convex hull of the k-sparse vectors of Euclidean length 1.
 
         ‖y‖² = min_(z ∈ [0, 1]ⁿ, Σz = k) Σ_i y_i²/z_i
@@ -335,6 +351,7 @@ def k_support_norm(input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tenso
             without ``dim``). It has no gradient.
         dim: the dimension of the vectors.
         mask: bool, broadcastable to the input. Entries under False count as 0, even NaN and inf.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The input's shape without ``dim``, and its dtype. Differentiable to second order and in forward mode
@@ -366,7 +383,12 @@ def k_support_norm(input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tenso
 
 @by_rows(0)
 def k_support_negentropy(
-    input: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None
+    input: Tensor,
+    k: int | Tensor,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The k-support negative entropy: the tightest convex bound of Σ y log y on k-sparse vectors.
 
@@ -378,6 +400,7 @@ def k_support_negentropy(
     Args:
         input: y ≥ 0, of any floating-point dtype; 0·log 0 is 0.
         k, dim, mask: as for :func:`khot.k_support_norm`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The input's shape without ``dim``, and its dtype; inf for a row with a negative entry, which is

@@ -15,6 +15,7 @@ from khot._core.arguments import Scalar
 from khot._core.precision import large, widen
 from khot._core.rows import Row
 from khot._core.ways import by_shards
+from khot._ops import packed
 from khot._ops.soft_topk import threshold_map
 from khot._ops.topk_mask import hard_mask
 from khot.cdfs import CDF, CDFName
@@ -41,6 +42,7 @@ def soft_topk(
     mask: Tensor | None = None,
     hard: bool = False,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """A k-hot mask that is differentiable: k ones, spread softly over the largest entries of each row.
 
@@ -68,6 +70,10 @@ def soft_topk(
             including 0; k and tau must be the same on every process. The processes exchange a few sums per
             pass, so all of them have to make the call and the backward call. A DTensor has its own group, and
             the result is then a DTensor.
+        offsets: (B + 1,), int32 or int64, from 0 to the length of an input of one dim, and never falling: the
+            input packs B rows of different lengths, and row i is ``input[offsets[i]:offsets[i + 1]]``. A
+            tensor for each row is (B,), and the result is packed as the input. A nested input with
+            ``layout=torch.jagged`` has its own offsets, and so does the result.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k. A row with a NaN, or with more
@@ -94,7 +100,7 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
-    if not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling():
         call = eager.hard_topk if hard is True else eager.soft_topk
         plain = call(input, k, dim, tau, cdf, largest, mask, group, False)
         if plain is not None:
@@ -105,7 +111,7 @@ def soft_topk(
             plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
             if plain is not None:
                 return topk_mask(input, k, dim, largest=largest, mask=mask) + (plain - plain.detach())
-    return _soft(input, k, dim, group, tau, cdf, largest, mask, hard)
+    return _soft(input, k, dim, group, tau, cdf, largest, mask, hard, offsets=offsets)
 
 
 def log_soft_topk(
@@ -118,6 +124,7 @@ def log_soft_topk(
     largest: bool = True,
     mask: Tensor | None = None,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The logarithm of :func:`soft_topk`, finite where y underflows.
 
@@ -125,6 +132,7 @@ def log_soft_topk(
 
     Args:
         input, k, dim, tau, cdf, largest, mask, group: as for :func:`soft_topk`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         log y in [−inf, 0], of the input's shape and dtype; −inf where y is exactly 0. For CDFs with full
@@ -136,14 +144,14 @@ def log_soft_topk(
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
         tensor([  -0.6931, -200.0000])
     """
-    if not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling():
         plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, True)
         if plain is not None:
             return plain
-    return _soft(input, k, dim, group, tau, cdf, largest, mask, output="log")
+    return _soft(input, k, dim, group, tau, cdf, largest, mask, output="log", offsets=offsets)
 
 
-@by_shards
+@by_shards(at_once=packed.soft_at_once)
 def _soft(
     input: Tensor,
     k: Scalar,
@@ -155,6 +163,7 @@ def _soft(
     mask: Tensor | None,
     hard: bool = False,
     output: str = "y",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """:func:`soft_topk`, or with output "log" :func:`log_soft_topk`."""
     row = rows.named(group)
@@ -192,6 +201,7 @@ def sigmoid_topk(
     mask: Tensor | None = None,
     hard: bool = False,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Sigmoid top-k: the sigmoids of scores that are shifted so that each row sums to k.
 
@@ -209,6 +219,7 @@ def sigmoid_topk(
         dim: the dimension to select along.
         tau: temperature > 0, in the units of the scores; as k.
         largest, mask, hard, group: as for :func:`soft_topk`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k.
@@ -219,7 +230,9 @@ def sigmoid_topk(
         >>> khot.sigmoid_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
-    return soft_topk(input, k, dim, tau=tau, largest=largest, mask=mask, hard=hard, group=group)
+    return soft_topk(
+        input, k, dim, tau=tau, largest=largest, mask=mask, hard=hard, group=group, offsets=offsets
+    )
 
 
 def laplace_topk(
@@ -232,6 +245,7 @@ def laplace_topk(
     mask: Tensor | None = None,
     hard: bool = False,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """LapSum top-k: the Laplace CDF of scores that are shifted so that each row sums to k.
 
@@ -250,6 +264,7 @@ def laplace_topk(
         dim: the dimension to select along.
         tau: temperature > 0, in the units of the scores; as k.
         largest, mask, hard, group: as for :func:`soft_topk`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k.
@@ -261,11 +276,20 @@ def laplace_topk(
         tensor([0.1839, 0.9751, 0.8161, 0.0249])
     """
     return soft_topk(
-        input, k, dim, tau=tau, cdf="laplace", largest=largest, mask=mask, hard=hard, group=group
+        input,
+        k,
+        dim,
+        tau=tau,
+        cdf="laplace",
+        largest=largest,
+        mask=mask,
+        hard=hard,
+        group=group,
+        offsets=offsets,
     )
 
 
-@by_shards
+@by_shards()
 def ot_topk(
     input: Tensor,
     k: Scalar,
@@ -277,6 +301,7 @@ def ot_topk(
     mask: Tensor | None = None,
     hard: bool = False,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """SOFT top-k: the entropic optimal transport of the scores onto the anchors 0 and 1.
 
@@ -295,6 +320,7 @@ def ot_topk(
         normalize: divide the cost by its largest entry in the row. (The published code divides by the largest
             entry of the whole batch, and ignores the gradient of that.)
         largest, mask, hard, group: as for :func:`soft_topk`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k.
@@ -306,7 +332,8 @@ def ot_topk(
         >>> torch.equal(khot.ot_topk(x, 2, epsilon=0.1), khot.sigmoid_topk(x, 2, tau=0.05))
         True
     """
-    if hard is False and normalize is False and type(epsilon) is float and not is_dynamo_compiling():
+    plain = hard is False and normalize is False and type(epsilon) is float and offsets is None
+    if plain and not is_dynamo_compiling():
         small = eager.soft_topk(input, k, dim, epsilon / 2, "logistic", largest, mask, group, False)
         if small is not None:
             return small
@@ -355,6 +382,7 @@ def sparse_topk(
     mask: Tensor | None = None,
     hard: bool = False,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Sparse top-k: weights that sum to k, of which those far from the threshold are exactly 0 and 1.
 
@@ -372,6 +400,7 @@ def sparse_topk(
         tau: temperature > 0, in the units of the scores; as k.
         p: in [1.15, 3], of which 1.15 is what float32 bears; the CDF is ``khot.cdfs.Power(p)``.
         largest, mask, hard, group: as for :func:`soft_topk`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in [0, 1], each row summing to k.
@@ -383,7 +412,9 @@ def sparse_topk(
         tensor([0.2500, 1.0000, 0.7500, 0.0000])
     """
     cdf: CDFName | CDF = "uniform" if p == 2 else cdfs.Power(p)
-    return soft_topk(input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard, group=group)
+    return soft_topk(
+        input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard, group=group, offsets=offsets
+    )
 
 
 def topk_mask(
@@ -394,6 +425,7 @@ def topk_mask(
     largest: bool = True,
     mask: Tensor | None = None,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The hard k-hot mask: 1 for the ⌊k + ½⌋ largest entries of each row, 0 for the others.
 
@@ -402,6 +434,7 @@ def topk_mask(
     Args:
         input, k, dim, largest, mask, group: as for :func:`soft_topk`. With a group, the lowest
             index is that of the whole row.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the input's shape and dtype. A row with a NaN is NaN.
@@ -413,15 +446,23 @@ def topk_mask(
         >>> khot.topk_mask(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2)
         tensor([0., 1., 1., 0.])
     """
-    if not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling():
         plain = eager.topk_mask(input, k, dim, largest, mask, group)
         if plain is not None:
             return plain
-    return _hard(input, k, dim, group, largest, mask)
+    return _hard(input, k, dim, group, largest, mask, offsets=offsets)
 
 
-@by_shards
-def _hard(input: Tensor, k: Scalar, dim: int, group: Any, largest: bool, mask: Tensor | None) -> Tensor:
+@by_shards(at_once=packed.hard_at_once)
+def _hard(
+    input: Tensor,
+    k: Scalar,
+    dim: int,
+    group: Any,
+    largest: bool,
+    mask: Tensor | None,
+    offsets: Tensor | None = None,
+) -> Tensor:
     """:func:`topk_mask`."""
     row = rows.named(group)
 

@@ -34,6 +34,7 @@ def project_permutahedron(
     p: float = 2.0,
     mask: Tensor | None = None,
     hard: bool = False,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The point of the permutahedron of w that is nearest to z/τ, where z is the input.
 
@@ -62,6 +63,7 @@ def project_permutahedron(
         hard: return the limit τ → 0, w permuted as the scores, with the gradient of the projection
             (straight-through). It is the point of P(w) with the largest ⟨y, z⟩ (the linear maximisation
             oracle). Of equal scores, the one with the lowest index gets the largest w.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, and 0 where the mask is False. Each row sums to the sum of w (with

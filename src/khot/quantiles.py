@@ -31,6 +31,7 @@ def kth_value(
     largest: bool = True,
     mask: Tensor | None = None,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The k-th largest entry of each row, exactly and without a sort.
 
@@ -46,6 +47,7 @@ def kth_value(
             are this process's shard of the rows along ``dim``, in the order of the ranks and of any length,
             including 0; k must be the same on every process. All processes get the result. All of them have
             to make the call and the backward call, which together take a few all-reduces.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A tensor of the input's dtype and of its shape without ``dim``. The result of a row with a NaN is NaN.
@@ -108,6 +110,7 @@ def quantile(
     interpolation: InterpolationName = "linear",
     mask: Tensor | None = None,
     group: Any = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The q-quantile of each row, exactly and without a sort: the entry at the position q(n − 1) in the
     sorted row.
@@ -124,6 +127,7 @@ def quantile(
             between them; ``"lower"`` or ``"higher"``, one of the two; ``"nearest"``, the nearer one, and
             half-way the one whose position is even; ``"midpoint"``, the mean of the two.
         mask, group: as for :func:`kth_value`; with ``dim=None``, all entries of all processes are one row.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A tensor of the input's dtype and of its shape without ``dim``. If q has a dim, the result has a first

@@ -64,6 +64,7 @@ def soft_rank(
     method: MethodName = "count",
     regularization: RegularizationName = "l2",
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The place of each entry in its sorted row, softened.
 
@@ -91,6 +92,7 @@ def soft_rank(
             projection with the logarithms of n, …, 1.
         mask: bool, broadcastable to the input; True where an entry takes part. Entries under False are
             ignored, even NaN and inf: the others have the ranks of a row without them.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in [1, n], and 0 where the mask is False. A row with a NaN is NaN.
@@ -112,11 +114,11 @@ def soft_rank(
         >>> khot.soft_rank(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([1., 3., 2.])
     """
-    if not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling():
         plain = eager.soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
         if plain is not None:
             return plain
-    return _rank(input, dim, tau, cdf, descending, method, regularization, mask)
+    return _rank(input, dim, tau, cdf, descending, method, regularization, mask, offsets=offsets)
 
 
 @by_rows(1)
@@ -129,6 +131,7 @@ def _rank(
     method: MethodName,
     regularization: RegularizationName,
     mask: Tensor | None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """:func:`soft_rank`."""
     if not isinstance(descending, bool):
@@ -164,6 +167,7 @@ def soft_sort(
     method: MethodName = "count",
     regularization: RegularizationName = "l2",
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The sorted row, softened: the i-th value is where the soft count from below is i − ½.
 
@@ -184,6 +188,7 @@ def soft_sort(
         tau, cdf, method, regularization: as for :func:`soft_rank`.
         descending: put the largest first: minus the soft sort of −input.
         mask: as for :func:`soft_rank`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as the input, in ascending (or descending) order. With a mask, the entries that
@@ -198,11 +203,11 @@ def soft_sort(
         >>> khot.soft_sort(torch.tensor([10.0, 30.0, 20.0]), tau=0.5)
         tensor([10., 20., 30.])
     """
-    if not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling():
         plain = eager.soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
         if plain is not None:
             return plain
-    return _sort(input, dim, tau, cdf, descending, method, regularization, mask)
+    return _sort(input, dim, tau, cdf, descending, method, regularization, mask, offsets=offsets)
 
 
 @by_rows(1)
@@ -215,6 +220,7 @@ def _sort(
     method: MethodName,
     regularization: RegularizationName,
     mask: Tensor | None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """:func:`soft_sort`."""
     if not isinstance(descending, bool):
@@ -404,6 +410,7 @@ def soft_quantile(
     cdf: CDFName | CDF = "laplace",
     interpolation: InterpolationName | None = None,
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The q-quantile of each row, softened: where the soft count from below is ½ + q(n − 1).
 
@@ -420,6 +427,7 @@ def soft_quantile(
         interpolation: what stands at a position q(n − 1) that is not whole: None, as above; or ``"linear"``,
             ``"lower"``, ``"higher"``, ``"nearest"`` (half-way the neighbour whose position is even) or
             ``"midpoint"``, as for :func:`khot.quantile`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A tensor of the input's dtype and of its shape without ``dim``. If q has a dim, the result has a first
@@ -493,6 +501,7 @@ def soft_median(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "laplace",
     mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The median of each row, softened: :func:`soft_quantile` at q = ½, half the entries on either side.
 
@@ -501,6 +510,7 @@ def soft_median(
 
     Args:
         input, dim, keepdim, tau, cdf, mask: as for :func:`soft_quantile`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns, gradients, errors: as for :func:`soft_quantile`.
 
@@ -508,7 +518,7 @@ def soft_median(
         >>> khot.soft_median(torch.tensor([3.0, 1.0, 4.0, 9.0]), tau=0.01)
         tensor(3.5000)
     """
-    return soft_quantile(input, 0.5, dim, keepdim, tau=tau, cdf=cdf, mask=mask)
+    return soft_quantile(input, 0.5, dim, keepdim, tau=tau, cdf=cdf, mask=mask, offsets=offsets)
 
 
 def _oriented(

@@ -35,8 +35,16 @@ class TopK(NamedTuple):
 save_in_exports(TopK, "khot.TopK")
 
 
-@by_rows(1)
-def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> TopK:
+@by_rows(1, entries=False)
+def topk(
+    input: Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    *,
+    offsets: Tensor | None = None,
+) -> TopK:
     """The k largest entries of each row and their indices: ``torch.topk``, with ties at the lowest index.
 
     Of equal entries those of lowest index are selected, and with ``sorted`` they come in the order of their
@@ -51,6 +59,7 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
         largest: select the largest entries; if False, the smallest.
         sorted: return them in order, the largest (or smallest) first; if False, in any order, which saves
             time where k is large.
+        offsets: of packed rows, as for :func:`khot.soft_topk`. Indices count from the first entry of a row.
 
     Returns:
         A named tuple (values, indices), each of the input's shape with k in the place of n: the entries, of

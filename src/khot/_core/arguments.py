@@ -22,6 +22,11 @@ from khot._core import precision
 from khot._core.torch_internals import as_usual, is_transformed
 
 __all__ = [
+    "FLOATS",
+    "INTEGERS",
+    "NUMBERS",
+    "OF_ALL",
+    "OF_ENTRIES",
     "broadcast_shape",
     "Scalar",
     "broadcasts",
@@ -44,6 +49,7 @@ __all__ = [
     "explain_nan",
     "has_data",
     "is_dtensor",
+    "is_nested",
     "k_and_tau",
     "mask_rows",
     "not_binary",
@@ -76,8 +82,18 @@ INTEGERS = frozenset(
 )
 
 
+#: Tensors with one value for each entry of the input, and those that are the same for all rows. All others
+#: have one value, or several, for each row.
+OF_ENTRIES = frozenset({"cost", "labels", "mask", "q_logits", "relevance", "target", "targets"})
+OF_ALL = frozenset({"q", "w"})
+
+
 def is_dtensor(value: Any) -> bool:
     return type(value) is not Tensor and hasattr(value, "placements")
+
+
+def is_nested(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_nested
 
 
 def check_input(input: Any, name: str = "input", distributed: bool = False) -> None:
@@ -100,7 +116,9 @@ def check_tensor(value: Any, name: str, distributed: bool = False) -> None:
         )
     # Dynamo cannot read the layout of a tensor inside a Function that it maps over a batch
     if not torch.compiler.is_compiling() and (value.layout != torch.strided or value.is_nested):
-        got = "a nested tensor" if value.is_nested else f"the layout {value.layout}"
+        got = f"the layout {value.layout}"
+        if value.is_nested:
+            got = "a nested tensor; functions with offsets take those of layout=torch.jagged"
         raise TypeError(f"{name} must be a dense tensor, but got {got}")
 
 

@@ -19,12 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from khot._core import arguments, rows
 
-__all__ = ["OF_ALL", "Pieces", "by_rows", "by_shards", "local", "with_whole_dim"]
-
-#: Arguments that broadcast with the input, and those that are the same for all rows. All other tensors have
-#: one value per row.
-OF_ENTRIES = frozenset({"cost", "labels", "mask", "q_logits", "relevance", "target", "targets"})
-OF_ALL = frozenset({"q", "w"})
+__all__ = ["Pieces", "by_rows", "by_shards", "local", "with_whole_dim"]
 
 
 def by_shards(function: Callable[..., Tensor], input: DTensor, name: str, options: dict[str, Any]) -> DTensor:
@@ -65,7 +60,7 @@ def by_rows(
     options: dict[str, Any],
     out: int,
     loss: bool,
-    of_all: frozenset[str] | None,
+    of_all: frozenset[str],
 ) -> Any:
     """The function on this process's rows of a DTensor, which must be whole; see ``ways.by_rows``.
 
@@ -85,7 +80,6 @@ def by_rows(
             f"{name} must have whole rows along dim={dim} on every process, but got a DTensor with the "
             f"placements {tuple(input.placements)}: redistribute it, such as to Replicate()"
         )
-    of_all = OF_ALL if of_all is None else of_all
     every = list(range(input.dim()))
     batch = [d for d in every if d != at]
 
@@ -93,8 +87,8 @@ def by_rows(
         nonlocal out
         if not isinstance(value, Tensor):
             return value
-        of_entries = key in OF_ENTRIES
-        if key not in OF_ENTRIES | of_all and value.dim() == input.dim():  # several levels per row
+        of_entries = key in arguments.OF_ENTRIES
+        if key not in arguments.OF_ENTRIES | of_all and value.dim() == input.dim():  # several levels per row
             of_entries, out = True, 1
         return local(value, mesh, placements, every if of_entries else batch, shared=key in of_all)
 

@@ -2,7 +2,8 @@
 
 1. Is it a plain call? :mod:`khot._core.eager` answers in C++: with the result, or with None if not. The
    public operators that it knows ask it in their first lines, outside a trace.
-2. Is the input a DTensor? :func:`by_rows` and :func:`by_shards`, around the function with the checks.
+2. Are the rows packed, or is the input a DTensor? :func:`by_rows`, :func:`by_shards`, :func:`by_lengths`,
+   around the function with the checks.
 3. Are the rows spread over processes, or is the CDF a user's own? :meth:`Operator.on`.
 4. Is it traced or transformed, and can a derivative be asked for? ``Operator.__call__``.
 5. Does the device have a kernel in Python? ``Operator._by_device``. If not, torch's dispatcher takes the
@@ -22,14 +23,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from khot._core import expansion
-from khot._core.arguments import is_dtensor
+from khot._core import expansion, packed, packed_trace
+from khot._core.arguments import OF_ALL, is_dtensor, is_nested
 from khot._core.torch_internals import (
     any_requires_grad,
     apply_outside_transforms,
@@ -40,52 +41,88 @@ from khot._core.torch_internals import (
 )
 from khot.cdfs import CDF
 
-__all__ = ["Operator", "by_kernel", "by_rows", "by_shards"]
+__all__ = ["Operator", "by_kernel", "by_lengths", "by_rows", "by_shards"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def by_rows(
-    out: int, *, loss: bool = False, of_all: frozenset[str] | None = None
+    out: int, *, loss: bool = False, of_all: frozenset[str] = OF_ALL, entries: bool | None = None
 ) -> Callable[[_Function], _Function]:
-    """Let a function on rows take DTensors whose rows are whole: batch-sharded or replicated ones.
+    """Let a function on rows take packed rows, if it has the argument offsets, and DTensors whose rows are
+    whole: batch-sharded or replicated ones.
 
     The first argument has the rows. The function must not draw random numbers: they would be the same for
-    different rows, or different for copies of a row.
+    different rows of a DTensor, or different for copies of a row.
 
     Args:
         out: by how many dims the results replace ``dim``; 1 with ``keepdim``.
         loss: whether the function has one of the reductions of losses over its rows.
         of_all: the names of tensors that are the same for all rows, if they are not those of most functions.
+        entries: whether the results have one value for each entry; None if this follows from ``out``.
     """
-    return functools.partial(_by_parts, how="by_rows", out=out, loss=loss, of_all=of_all)
+    results = packed.Results(out == 1 if entries is None else entries, loss)
+    known = {"out": out, "loss": loss, "of_all": of_all}
+    return lambda function: _by_parts(function, "by_rows", results, known)
 
 
-def by_shards(function: _Function) -> _Function:
-    """Let a function of (input, k, dim) and of keywords, among them mask and group, take DTensors, also those
-    whose rows are spread over processes."""
-    return _by_parts(function, how="by_shards")
+def by_shards(*, at_once: Callable[..., Any] | None = None) -> Callable[[_Function], _Function]:
+    """Let a function of (input, k, dim) and of keywords, among them mask and group, take packed rows and
+    DTensors, also those whose rows are spread over processes.
+
+    Args:
+        at_once: as in ``packed.Results``.
+    """
+    results = packed.Results(True, at_once=at_once)
+    return lambda function: _by_parts(function, "by_shards", results)
 
 
-def _by_parts(function: _Function, how: str, **known: Any) -> _Function:
-    """The function, which takes a DTensor as well: it is called with this process's part of it."""
+def by_lengths(function: _Function) -> _Function:
+    """Let a function on rows, which may draw random numbers, take packed rows by the argument offsets."""
+    return _by_parts(function, "", packed.Results(True))
+
+
+def _by_parts(
+    function: _Function, how: str, results: packed.Results, known: dict[str, Any] | None = None
+) -> _Function:
+    """The function, which takes packed rows and a DTensor as well: it is called with groups of rows of like
+    lengths, or with this process's part."""
     signature = inspect.signature(function)
     first = next(iter(signature.parameters))
+    full_name = f"{function.__module__}.{function.__qualname__}"
+    packs = "offsets" in signature.parameters
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        input = args[0] if args else options.get(first)
-        if type(input) is Tensor or not is_dtensor(input):
+        input: Any = args[0] if args else options.get(first)
+        offsets = options.get("offsets")
+        if offsets is None and type(input) is Tensor:
             return function(*args, **options)
-        from khot._core import dtensor  # late, because torch.distributed.tensor takes a second to import
-
+        is_packed = packs and (offsets is not None or is_nested(input))
+        if not is_packed and not (how and is_dtensor(input)):
+            return function(*args, **options)
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
         named = dict(bound.arguments)
+        named.pop(first)
+        if is_packed:
+            if not torch.compiler.is_compiling():
+                return packed.by_rows(function, input, first, named, results)
+            called = {first: input, **named}
+            if packed_trace.knows(full_name, called):
+                reduced = results.loss and named.get("reduction") != "none"
+                return packed_trace.call(full_name, called, reduced)
+            outside = cast("Callable[..., Any]", torch.compiler.disable(packed.by_rows))
+            return outside(function, input, first, named, results)
+        named.pop("offsets", None)
+        from khot._core import dtensor  # late, because torch.distributed.tensor takes a second to import
+
         if named.get("group") is not None:
             raise TypeError("group must be None for a DTensor, which has its own group, but got one")
-        return getattr(dtensor, how)(function, named.pop(first), name=first, options=named, **known)
+        return getattr(dtensor, how)(function, input, name=first, options=named, **(known or {}))
 
+    if packs and how and signature.return_annotation == "Tensor":
+        packed_trace.register(full_name, run, results.entries)
     return run  # type: ignore[return-value]
 
 

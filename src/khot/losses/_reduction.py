@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from khot._core.names import unknown
+from khot._core.packed import note_weights
 from khot._core.rows import batch
 from khot._ops.ranking_losses import counted_mean
 
@@ -39,6 +40,7 @@ def reduce_wide(loss: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tenso
 def reduce_counted(loss: Tensor, counted: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor:
     """The reduction over the rows that are counted, in the dtype. The others are 0, and the mean of none is
     0, too."""
+    note_weights(counted)
     if reduction == "mean" and batch().here:
         return counted_mean(loss.reshape(-1), counted.reshape(-1), dtype)
     loss = torch.where(counted, loss, 0)

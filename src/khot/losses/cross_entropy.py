@@ -15,6 +15,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
+from khot._core.packed import note_weights
 from khot._core.precision import greatest, vector, wide_dtype, widen
 from khot._core.ways import by_rows
 from khot._ops.soft_topk import threshold_map
@@ -58,6 +59,8 @@ class TopKCrossEntropyLoss(nn.Module):
         label: int64, the input's shape without ``dim``, in [0, n); or floating-point, the input's shape: how
         much each class counts, ≥ 0, as probabilities or as a k-hot vector of several labels. The loss is then
         Σ_c label_c L(x, c), also with label smoothing, and ``m`` must be None.
+
+        offsets: of packed rows, as for :func:`khot.soft_topk`, each with an int64 label.
 
         output: a number of the input's dtype; with ``reduction="none"`` the batch shape. It is
         computed from logarithms, and is finite however small the probability.
@@ -130,8 +133,8 @@ class TopKCrossEntropyLoss(nn.Module):
             f"k={k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}{options}, reduction={self.reduction!r}"
         )
 
-    def forward(self, input: Tensor, label: Tensor) -> Tensor:
-        return _loss(input, label, self.dim, self.tau, self.reduction, self)
+    def forward(self, input: Tensor, label: Tensor, *, offsets: Tensor | None = None) -> Tensor:
+        return _loss(input, label, self.dim, self.tau, self.reduction, self, offsets=offsets)
 
     def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
         """log y^(k) of the scores ``at`` (*batch, c) for each k: (*batch, c, number of ks)."""
@@ -147,7 +150,13 @@ class TopKCrossEntropyLoss(nn.Module):
 
 @by_rows(0, loss=True)
 def _loss(
-    input: Tensor, label: Tensor, dim: int, tau: Scalar, reduction: Reduction, of: TopKCrossEntropyLoss
+    input: Tensor,
+    label: Tensor,
+    dim: int,
+    tau: Scalar,
+    reduction: Reduction,
+    of: TopKCrossEntropyLoss,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The loss ``of`` a module, with what it has for each row as arguments."""
     x = arguments.rows(input, dim)
@@ -173,6 +182,7 @@ def _loss(
     loss = loss.squeeze(-1) if share is None else torch.where(share > 0, share * loss, 0).sum(-1)
     if counted is None:
         return reduce_wide(loss, reduction, input.dtype)
+    note_weights(counted)
     loss = torch.where(counted, loss, 0)
     total = loss.sum() / over_batch(counted.sum()) if reduction == "mean" else reduce(loss, reduction)
     return total.to(input.dtype)

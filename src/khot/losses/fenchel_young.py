@@ -44,6 +44,8 @@ class FenchelYoungTopKLoss(nn.Module):
         unbounded below, and raises an error; on other devices than the CPU, and while compiling, its loss is
         NaN.
 
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
+
         output: a number of the input's dtype; with ``reduction="none"`` the batch shape.
 
     Differentiable in input (with ``"sum"`` the gradient is y − T), tau and target, exactly, to any order; not
@@ -90,13 +92,20 @@ class FenchelYoungTopKLoss(nn.Module):
     def extra_repr(self) -> str:
         return f"k={self.k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}, reduction={self.reduction!r}"
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return _loss(input, target, self.k, self.dim, self.tau, self.cdf, self.reduction)
+    def forward(self, input: Tensor, target: Tensor, *, offsets: Tensor | None = None) -> Tensor:
+        return _loss(input, target, self.k, self.dim, self.tau, self.cdf, self.reduction, offsets=offsets)
 
 
 @by_rows(0, loss=True)
 def _loss(
-    input: Tensor, target: Tensor, k: Scalar, dim: int, tau: Scalar, cdf: CDF, reduction: Reduction
+    input: Tensor,
+    target: Tensor,
+    k: Scalar,
+    dim: int,
+    tau: Scalar,
+    cdf: CDF,
+    reduction: Reduction,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     x = arguments.rows(input, dim)
     k, tau = arguments.k_and_tau(k, tau, x, high=x.shape[-1], by_value=True)

@@ -27,6 +27,7 @@ def permutation_cross_entropy(
     cdf: CDFName | CDF = "laplace",
     descending: bool = False,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of the soft permutation of the scores with the true order.
 
@@ -43,6 +44,7 @@ def permutation_cross_entropy(
         tau, cdf, descending: as for :func:`khot.soft_permutation`.
         reduction: ``"mean"`` over all places, ``"sum"``, or ``"none"``. As in PyTorch, the mean over no
             places is NaN.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number of the input's dtype, ≥ 0; with ``"none"`` the loss of each place, of the input's shape.

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.packed import note_weights
 from khot._core.precision import at_least_single, not_below_zero, widen
 from khot._core.ways import by_rows
 from khot._ops.laplace import laplace_centred_rank, laplace_integral, laplace_rank
@@ -49,6 +50,7 @@ def spearman_loss(
     cdf: CDFName | CDF = "laplace",
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """1 − Spearman's rank correlation, averaged over the lists.
 
@@ -68,6 +70,7 @@ def spearman_loss(
         mask: bool, broadcastable to the scores; True where an entry takes part, for lists of different
             lengths. Scores and targets under False are ignored, even NaN.
         reduction: ``"mean"`` over the lists, ``"sum"`` or ``"none"``.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number in [0, 2] of the scores' dtype; with ``"none"`` the batch shape. A list in which all targets
@@ -109,6 +112,7 @@ def ndcg_loss(
     cdf: CDFName | CDF = "laplace",
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """1 − the normalised discounted cumulative gain (NDCG), averaged over the lists.
 
@@ -126,6 +130,7 @@ def ndcg_loss(
         k: how many places count, > 0; a number or a tensor that broadcasts with the batch shape. Lists that
             are shorter count whole. None: all places.
         dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number of the scores' dtype, in [0, 1] for every τ if F is symmetric (all but Power(p), p < 2); with
@@ -162,6 +167,7 @@ def log_rank_loss(
     grades: int | None = None,
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The logarithm of how many less relevant entries stand before each relevant one: a loss to train by.
 
@@ -190,6 +196,7 @@ def log_rank_loss(
         reduction: ``"mean"``: the sum over the lists divided by the sum of all relevances, as
             ``torch.nn.functional.cross_entropy`` divides by the sum of its weights, so that lists with many
             relevant entries count for more; ``"sum"`` or ``"none"``: not divided.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number ≥ 0 of the scores' dtype; with ``"none"`` the batch shape. A list without an entry of
@@ -229,6 +236,7 @@ def log_rank_loss(
     surplus = torch.where(high, torch.log1p(before / best), 0).sum(-1)
     loss = (surplus * step).sum(-1).masked_fill(bad, math.nan)
     if reduction != "mean":
+        note_weights(gain.sum(-1))
         return reduce(loss, reduction).to(scores.dtype)
     total = over_batch(gain.sum())
     return (loss.sum() / torch.where(total == 0, 1, total)).to(scores.dtype)
@@ -244,6 +252,7 @@ def average_precision_loss(
     cdf: CDFName | CDF = "laplace",
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """1 − average precision, averaged over the lists (1 − mAP).
 
@@ -258,6 +267,7 @@ def average_precision_loss(
         labels: 1 where an entry is positive (relevant), else 0, of the scores' shape; bool, integer or
             floating-point.
         dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number in [0, 1) of the scores' dtype; with ``"none"`` the batch shape. A list without positive
@@ -295,6 +305,7 @@ def recall_at_k_loss(
     cdf: CDFName | CDF = "laplace",
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """1 − recall at k, averaged over the lists: the share of the positive entries that the top k miss.
 
@@ -309,6 +320,7 @@ def recall_at_k_loss(
         k: how many entries are selected, > 0; a number or a tensor that broadcasts with the batch shape.
             Lists that are shorter are selected whole.
         dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number in [0, 1] of the scores' dtype; with ``"none"`` the batch shape. A list without positive
@@ -345,6 +357,7 @@ def precision_at_k_loss(
     cdf: CDFName | CDF = "laplace",
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """1 − precision at k, averaged over the lists: the share of the top k that is not positive.
 
@@ -356,6 +369,7 @@ def precision_at_k_loss(
     Args:
         scores, labels, k: as for :func:`recall_at_k_loss`.
         dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number in [0, 1] of the scores' dtype; with ``"none"`` the batch shape. A list without positive

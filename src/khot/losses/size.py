@@ -7,13 +7,20 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.ways import by_rows
-from khot.losses._reduction import reduce
+from khot.losses._reduction import Reduction, check_reduction, reduce
 
 __all__ = ["size_penalty"]
 
 
 @by_rows(0, loss=True)
-def size_penalty(probs: Tensor, weight: Scalar, dim: int = -1) -> Tensor:
+def size_penalty(
+    probs: Tensor,
+    weight: Scalar,
+    dim: int = -1,
+    *,
+    reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
+) -> Tensor:
     """The price of a subset whose size is learned, averaged over the batch.
 
         L = λ Σ_i π_i
@@ -26,12 +33,15 @@ def size_penalty(probs: Tensor, weight: Scalar, dim: int = -1) -> Tensor:
         weight: λ ≥ 0; a number or a tensor that broadcasts with the batch shape (the shape of probs without
             ``dim``).
         dim: the dimension along which the entries lie.
+        reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
-        A scalar ≥ 0 of the probabilities' dtype, differentiable in both.
+        A number ≥ 0 of the probabilities' dtype, with ``"none"`` the batch shape; differentiable in both.
 
     Raises:
-        ValueError: weight < 0, or a weight that does not broadcast with the batch shape.
+        ValueError: weight < 0, or a weight that does not broadcast with the batch shape; an unknown
+            reduction.
         TypeError: probs that are not a floating-point tensor.
         IndexError: dim out of range.
 
@@ -44,4 +54,4 @@ def size_penalty(probs: Tensor, weight: Scalar, dim: int = -1) -> Tensor:
     arguments.check_input(probs, "probs")
     x = arguments.rows(probs, dim)
     weight = arguments.per_row(weight, "weight", x, low=0)
-    return reduce(weight.to(x.dtype) * x.sum(-1), "mean")
+    return reduce(weight.to(x.dtype) * x.sum(-1), check_reduction(reduction))

@@ -22,7 +22,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import not_below_zero, on_cpu
-from khot._core.ways import by_rows
+from khot._core.ways import by_lengths, by_rows
 from khot._kernels.reference import poisson_binomial
 from khot._ops.calibration import solve
 from khot._ops.tilting import Tilted, inclusion, log_size_prob, mixture, tilt_rows
@@ -49,7 +49,7 @@ def __dir__() -> list[str]:
 
 @by_rows(0)
 @on_cpu
-def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
+def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1, *, offsets: Tensor | None = None) -> Tensor:
     """The logarithm of the sum over all k-subsets; its gradient is the marginals, its Hessian the covariance.
 
         log Z_k(θ) = log Σ_(|S|=k) exp(Σ_(i∈S) θ_i)
@@ -59,6 +59,7 @@ def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
         logits: θ, of any floating-point dtype.
         k: how many are chosen, in [0, n].
         dim: the dimension along which the units lie.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The batch shape, of the logits' dtype. Differentiable in logits, exactly and to any order.
@@ -85,11 +86,12 @@ def log_normalizer(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
 @by_rows(1)
 @on_cpu
-def marginals(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
+def marginals(logits: Tensor, k: Scalar, dim: int = -1, *, offsets: Tensor | None = None) -> Tensor:
     """The inclusion probabilities π_i = P(i ∈ S): the gradient of :func:`log_normalizer`.
 
     Args:
         logits, k, dim: as for :func:`log_normalizer`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The logits' shape and dtype, in [0, 1], with Σπ = k. Differentiable in logits, exactly and to any
@@ -180,7 +182,7 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
 @by_rows(0)
 @on_cpu
-def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
+def entropy(logits: Tensor, k: Scalar, dim: int = -1, *, offsets: Tensor | None = None) -> Tensor:
     """The entropy of the design.
 
         −Σ_S P(S) log P(S) = log Z_k(θ) − Σ_i π_i θ_i
@@ -188,6 +190,7 @@ def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
     Args:
         logits, k, dim: as for :func:`log_normalizer`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The batch shape, in [0, log C(n, k)], of the logits' dtype. Differentiable in logits, exactly and to
@@ -214,7 +217,9 @@ def entropy(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
 @by_rows(0)
 @on_cpu
-def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
+def kl(
+    p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1, *, offsets: Tensor | None = None
+) -> Tensor:
     """The Kullback-Leibler divergence of two such designs of the same size.
 
         KL(p, q) = Σ_S p(S) log(p(S)/q(S))
@@ -222,6 +227,7 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
     Args:
         p_logits, q_logits, k, dim: as for :func:`log_normalizer`; the two logits broadcast.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The broadcast batch shape, ≥ 0, of p_logits' dtype; +inf where q cannot draw what p can.
@@ -247,6 +253,7 @@ def kl(p_logits: Tensor, q_logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     return not_below_zero(result).to(p_logits.dtype)
 
 
+@by_lengths
 @on_cpu
 def sample(
     logits: Tensor,
@@ -255,6 +262,7 @@ def sample(
     *,
     sample_shape: Sequence[int] = (),
     generator: torch.Generator | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Draw k-subsets, exactly, in O(n log n): independent draws of each design.
 
@@ -265,6 +273,7 @@ def sample(
         logits, k, dim: as for :func:`log_normalizer`.
         sample_shape: shape of the draws for each row, in front of the logits' shape.
         generator: the source of randomness, on the device of logits.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of shape sample_shape + logits.shape, in the logits' dtype, with k ones in each row.
@@ -291,7 +300,7 @@ def sample(
 
 @by_rows(1)
 @on_cpu
-def calibrate(probs: Tensor, dim: int = -1) -> Tensor:
+def calibrate(probs: Tensor, dim: int = -1, *, offsets: Tensor | None = None) -> Tensor:
     """The logits θ whose :func:`marginals` are probs: with k = Σ probs, π(θ) = probs.
 
     They are unique up to a constant, which is chosen so that Σσ(θ) = k.
@@ -299,6 +308,7 @@ def calibrate(probs: Tensor, dim: int = -1) -> Tensor:
     Args:
         probs: in [0, 1], with integer sums (to within 8n·eps).
         dim: the dimension along which the units lie.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         θ, of probs' shape and dtype; −inf and +inf for units of probability 0 and 1. Differentiable in probs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.precision import on_cpu
-from khot._core.ways import by_rows
+from khot._core.ways import by_lengths, by_rows
 from khot._kernels.reference import phantom
 from khot._kernels.reference.order_sampling import LEAST
 from khot._ops import uniform as philox
@@ -25,6 +25,7 @@ from khot.sampling.table import DesignName, designs
 __all__ = ["inclusion_probs", "joint_inclusion_probs", "sample"]
 
 
+@by_lengths
 @on_cpu
 def sample(
     probs: Tensor,
@@ -36,6 +37,7 @@ def sample(
     generator: torch.Generator | None = None,
     group: Any = None,
     seed: int | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Random k-hot vectors with the given inclusion probabilities: E[x] = π and Σx = Σπ.
 
@@ -58,6 +60,7 @@ def sample(
             ``"pareto"`` without adjust, and rows with Σπ(1 − π) ≥ 2.5. The generator of rank 0 decides.
         seed: only together with group: an int that alone decides, so that the draw is the same however many
             processes share the rows.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones in probs' dtype, of shape sample_shape + probs.shape. Not differentiable; the samples
@@ -107,12 +110,15 @@ def sample(
 
 @by_rows(1)
 @on_cpu
-def inclusion_probs(probs: Tensor, design: DesignName = "pareto", dim: int = -1) -> Tensor:
+def inclusion_probs(
+    probs: Tensor, design: DesignName = "pareto", dim: int = -1, *, offsets: Tensor | None = None
+) -> Tensor:
     """The inclusion probabilities P(x_i = 1) that :func:`sample` really has: π itself for an exact design.
 
     Args:
         probs, dim: as for :func:`sample`.
         design: as for :func:`sample`, but not ``"iterative_poisson"``, whose probabilities are not tractable.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Same shape and dtype as probs.

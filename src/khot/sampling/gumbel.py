@@ -11,6 +11,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.precision import on_cpu
+from khot._core.ways import by_lengths
 from khot._ops import uniform as philox
 from khot.masks import topk_mask
 from khot.sampling import _shards
@@ -19,6 +20,7 @@ from khot.sampling._axes import check_sample_shape, from_end, to_dim
 __all__ = ["gumbel_topk"]
 
 
+@by_lengths
 @on_cpu
 def gumbel_topk(
     logits: Tensor,
@@ -29,6 +31,7 @@ def gumbel_topk(
     generator: torch.Generator | None = None,
     group: Any = None,
     seed: int | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Weighted sampling without replacement: k draws, each ∝ exp(logits) among the units that are left.
 
@@ -43,6 +46,7 @@ def gumbel_topk(
         sample_shape: shape of the draws for each row.
         generator: the source of randomness, on the device of logits.
         group, seed: as for :func:`sample`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones in logits' dtype, of shape sample_shape + logits.shape. A row with a NaN is NaN.

@@ -1,0 +1,489 @@
+"""Rows of different lengths: every function that takes offsets, against a loop over its rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+import khot
+from khot import estimators, losses, sampling
+from khot.sampling import conditional_poisson
+
+LENGTHS = {
+    "mixed": [0, 5, 1, 5, 0, 9, 3, 3, 40, 1],
+    "filled": [3, 5, 2, 5, 9, 3, 3, 40, 2],
+    "equal": [4] * 6,
+    "one": [7],
+    "empty rows": [0, 0],
+    "no rows": [],
+}
+
+
+class Case(NamedTuple):
+    """A function, and what it takes beside the rows, as :func:`_given` makes it: "k", or "k=one" for a k that
+    is called one there."""
+
+    function: Callable[..., Any]
+    takes: tuple[str, ...]
+    entries: bool = True
+    filled: bool = False  # whether a row must have two entries
+    smooth: bool = True
+
+
+def _case(function: Callable[..., Any], takes: str, **more: Any) -> Any:
+    return pytest.param(Case(function, tuple(takes.split()), **more), id=function.__name__)
+
+
+def _topk_values(x: Tensor, **options: Any) -> Tensor:
+    return khot.topk(x, 2, **options).values
+
+
+def _fenchel_young(
+    x: Tensor, *, target: Tensor, k: Tensor, tau: Tensor, reduction: Any = "mean", **options: Any
+) -> Tensor:
+    return losses.FenchelYoungTopKLoss(k, tau=tau, reduction=reduction)(x, target, **options)
+
+
+def _cross_entropy(x: Tensor, *, label: Tensor, reduction: Any = "mean", **options: Any) -> Tensor:
+    return losses.TopKCrossEntropyLoss(2, reduction=reduction)(x, label, **options)
+
+
+def _shares(x: Any, k: Tensor, offsets: Tensor | None) -> Tensor:
+    """k/n for each entry of rows like those of x."""
+    if x.is_nested:
+        return torch.nested.nested_tensor_from_jagged(_shares(x.values(), k, x.offsets()), x.offsets())
+    lengths = torch.tensor([len(x)]) if offsets is None else offsets.diff()
+    return (k / lengths.clamp(min=1)).reshape(-1).repeat_interleave(lengths) + 0 * x
+
+
+def inclusion_probs(x: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
+    return sampling.inclusion_probs(_shares(x, k, offsets), offsets=offsets)
+
+
+def calibrate(x: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
+    return conditional_poisson.calibrate(_shares(x, k, offsets), offsets=offsets)
+
+
+def sample(x: Tensor, k: Tensor, offsets: Tensor | None = None, **options: Any) -> Tensor:
+    return sampling.sample(_shares(x, k, offsets), offsets=offsets, **options)
+
+
+SOFT = [
+    *(
+        _case(getattr(khot, f"{name}_topk"), "k tau mask")
+        for name in ("soft", "log_soft", "sigmoid", "laplace", "sparse")
+    ),
+    _case(khot.ot_topk, "k mask"),
+    _case(khot.topk_mask, "k mask", smooth=False),
+    _case(khot.soft_topk_magnitude, "k tau mask"),
+    _case(khot.soft_topk_signed, "k tau mask"),
+    _case(khot.soft_topk_exp, "k tau mask"),
+    _case(khot.soft_topk_sum, "k mask", entries=False),
+    _case(khot.k_support_norm, "k mask", entries=False, filled=True),
+    _case(khot.soft_budget, "cost budget tau mask"),
+    _case(khot.budget_mask, "cost budget mask", smooth=False),
+    _case(khot.soft_rank, "tau mask"),
+    _case(khot.soft_sort, "tau mask"),
+    _case(khot.soft_quantile, "q tau mask", entries=False, filled=True),
+    _case(khot.soft_median, "tau mask", entries=False, filled=True),
+    _case(khot.quantile, "q mask", entries=False, filled=True),
+    _case(khot.kth_value, "k mask", entries=False, filled=True),
+    _case(khot.project_permutahedron, "w tau mask"),
+    _case(khot.soft_count, "at tau", entries=False),
+    _case(khot.inverse_soft_count, "count tau", entries=False, filled=True),
+    _case(_topk_values, "", entries=False, filled=True),
+    _case(khot.k_support_negentropy, "k=one", entries=False, filled=True),
+    _case(inclusion_probs, "k", smooth=False),
+    _case(calibrate, "k"),
+    _case(conditional_poisson.log_normalizer, "k", entries=False),
+    _case(conditional_poisson.marginals, "k"),
+    _case(conditional_poisson.entropy, "k", entries=False),
+    _case(conditional_poisson.kl, "q_logits k", entries=False),
+]
+LOSSES = [
+    _case(losses.spearman_loss, "targets tau mask"),
+    _case(losses.ndcg_loss, "relevance tau mask"),
+    _case(losses.log_rank_loss, "relevance mask"),
+    _case(losses.average_precision_loss, "labels tau mask"),
+    _case(losses.precision_at_k_loss, "labels k=one tau mask"),
+    _case(losses.recall_at_k_loss, "labels k=one tau mask"),
+    _case(losses.size_penalty, "weight"),
+    _case(_fenchel_young, "target k tau"),
+    _case(_cross_entropy, "label", filled=True),
+    _case(losses.permutation_cross_entropy, "target=order"),
+]
+DRAWS = [
+    _case(khot.sample_khot, "k mask"),
+    *(
+        _case(getattr(estimators, name), "k")
+        for name in ("straight_through", "second_order", "gumbel", "simple", "imle", "sequential_softmax")
+    ),
+    _case(estimators.ncpss, "k"),
+    _case(sample, "k"),
+    _case(sampling.gumbel_topk, "k"),
+    _case(conditional_poisson.sample, "k"),
+]
+ENTRIES = {"cost", "mask", "w", "q_logits", "targets", "relevance", "labels", "target"}
+ROWS = {"k", "one", "tau", "budget", "at", "count", "label", "weight"}
+
+
+def _given(lengths: list[int], takes: tuple[str, ...]) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    n, rows, each = sum(lengths), len(lengths), torch.tensor(lengths, dtype=torch.float64)
+
+    def number(size: int, low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(size, dtype=torch.float64, generator=g)
+
+    mask = torch.rand(n, generator=g) < 0.7
+    starts = _offsets(lengths)[:-1][each > 0]
+    mask[starts] = mask[(starts + 1).clamp(max=n - 1)] = True  # two entries of a row that has two
+    every = {
+        "k": each.clamp(max=2),
+        "one": torch.ones(rows),
+        "tau": number(rows, 0.3, 1.3),
+        "mask": mask,
+        "cost": number(n, 0.5, 1.5),
+        "budget": 0.4 * each.clamp(max=2),
+        "q": torch.tensor([0.2, 0.9], dtype=torch.float64),
+        "w": number(n, -1, 1),
+        "at": number(rows, -1, 1),
+        "count": 0.4 * each,
+        "q_logits": number(n, -1, 1),
+        "targets": number(n, -1, 1),
+        "relevance": torch.randint(0, 3, (n,), generator=g),
+        "labels": torch.randint(0, 2, (n,), generator=g),
+        "target": torch.ones(n, dtype=torch.float64),
+        "order": torch.cat([torch.randperm(n, generator=g) for n in lengths] or [torch.ones(0).long()]),
+        "label": torch.ones(rows, dtype=torch.int64),
+        "weight": number(rows, 0, 1),
+    }
+    named = (name.partition("=") for name in takes)
+    return {name: every[source or name] for name, _, source in named}
+
+
+def _loop(case: Case, x: Tensor, lengths: list[int], given: dict[str, Tensor], **more: Any) -> list[Tensor]:
+    """The function of each row alone."""
+    by_row = {
+        name: value.split(lengths) if name in ENTRIES else value if name in ROWS else [value] * len(lengths)
+        for name, value in given.items()
+    }
+    parts = enumerate(x.split(lengths))
+    return [case.function(part, **{name: of[i] for name, of in by_row.items()}, **more) for i, part in parts]
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _values(lengths: list[int]) -> Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(sum(lengths), dtype=torch.float64, generator=g).requires_grad_()
+
+
+def _joined(case: Case, rows: list[Tensor], like: Tensor) -> Tensor:
+    return (
+        torch.cat(rows)
+        if case.entries
+        else torch.stack(rows, 1 if rows[0].dim() and "q" in case.takes else 0)
+    )
+
+
+@pytest.mark.parametrize(
+    "lengths", [n for n in LENGTHS.values() if n], ids=[name for name, n in LENGTHS.items() if n]
+)
+@pytest.mark.parametrize("case", SOFT)
+def test_each_row_alone(case: Case, lengths: list[int]) -> None:
+    """Values, and derivatives of first and second order in the entries and in all numbers of rows."""
+    if case.filled:
+        lengths = [max(n, 2) for n in lengths]
+    x, given = _values(lengths), _given(lengths, case.takes)
+    leaves = [x, *(v.requires_grad_() for k, v in given.items() if k in ("tau", "at", "w", "cost"))]
+    found = case.function(x, **given, offsets=_offsets(lengths))
+    expected = _joined(case, _loop(case, x, lengths, given), x)
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    jagged = torch.nested.nested_tensor_from_jagged(x, _offsets(lengths))
+    of_jagged = case.function(jagged, **given)
+    assert_close(of_jagged.values() if case.entries else of_jagged, found, rtol=0, atol=0)
+    if not case.smooth or not found.numel():
+        return
+    weights = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).cos().view_as(found)
+    first, wanted = (
+        torch.autograd.grad((y.clamp(min=-50) * weights).sum(), leaves, create_graph=True, allow_unused=True)
+        for y in (found, expected)
+    )
+    assert_close(first, wanted, rtol=1e-8, atol=1e-8)
+    if first[0].requires_grad:
+        second, wanted = (
+            torch.autograd.grad(g[0].square().sum(), x, allow_unused=True, materialize_grads=True)[0]
+            for g in (first, wanted)
+        )
+        assert_close(second, wanted, rtol=1e-6, atol=1e-6)
+
+
+# Those whose mean is over all rows, or all entries.
+MEANS = (losses.size_penalty, _fenchel_young, _cross_entropy, losses.permutation_cross_entropy)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("case", LOSSES)
+def test_losses(case: Case, reduction: str) -> None:
+    """The reductions are those of a batch of padded rows: of one number for each row, and lists without an
+    entry do not count."""
+    lengths = LENGTHS["filled" if case.filled else "mixed"]
+    x, given = _values(lengths), _given(lengths, case.takes)
+    found = case.function(x, **given, offsets=_offsets(lengths), reduction=reduction)
+    of_rows = _loop(case, x, lengths, given, reduction="none")
+    rows = torch.stack(of_rows) if of_rows[0].dim() == 0 else torch.cat(of_rows)
+    if reduction == "none":
+        expected = rows
+    elif reduction == "sum":
+        expected = rows.sum()
+    elif case.function in MEANS:
+        expected = rows.mean()
+    elif case.function is losses.log_rank_loss:
+        counts = torch.where(given["mask"], given["relevance"], 0)
+        expected = rows.sum() / counts.sum()
+    else:  # over the lists that count
+        expected = rows.sum() / _counting(case, lengths, given)
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    jagged = torch.nested.nested_tensor_from_jagged(x, _offsets(lengths))
+    of_jagged = case.function(jagged, **given, reduction=reduction)
+    assert_close(of_jagged.values() if of_jagged.is_nested else of_jagged, found, rtol=0, atol=0)
+    got, wanted = (torch.autograd.grad(y.cos().sum(), x)[0] for y in (found, expected))
+    assert_close(got, wanted, rtol=1e-8, atol=1e-10)
+
+
+def _counting(case: Case, lengths: list[int], given: dict[str, Tensor]) -> int:
+    """How many lists count: those with two different targets, or with an entry that is relevant."""
+    name = next(iter(given))
+    lists = zip(given[name].split(lengths), given["mask"].split(lengths), strict=True)
+    if name == "targets":
+        return sum(int(mask.sum() > 1) for _, mask in lists)
+    return sum(int((value[mask] > 0).any()) for value, mask in lists)
+
+
+@pytest.mark.parametrize("case", DRAWS)
+def test_draws(case: Case) -> None:
+    """Each row has k ones, the same for the same seed, and the gradient of its estimator."""
+    lengths = LENGTHS["mixed"]
+    x, given = _values(lengths), _given(lengths, case.takes)
+
+    def draw(rows: Tensor, **more: Any) -> Tensor:
+        return case.function(rows, **given, generator=torch.Generator().manual_seed(2), **more)
+
+    drawn = draw(x, offsets=_offsets(lengths))
+    sizes = torch.stack([row.sum() for row in drawn.split(lengths)])
+    if case.function is not estimators.ncpss:  # its sizes vary
+        assert_close(sizes.detach(), given["k"], rtol=0, atol=1e-6)
+    assert set(drawn.detach().round(decimals=6).unique().tolist()) <= {0.0, 1.0}
+    jagged = draw(torch.nested.nested_tensor_from_jagged(x, _offsets(lengths)))
+    assert torch.equal(jagged.values(), drawn)
+    if "mask" in given:
+        assert not drawn[~given["mask"]].any()
+    if drawn.requires_grad:
+        assert torch.autograd.grad((drawn * x.detach().cos()).sum(), x)[0].any()
+
+
+def test_tables_are_complete() -> None:
+    """Every public function that takes offsets is in a table here."""
+    tested = {param.values[0].function.__name__ for param in (*SOFT, *LOSSES, *DRAWS)}
+    modules = (khot, losses, sampling, conditional_poisson, estimators)
+    public = {
+        name
+        for module in modules
+        for name in module.__all__
+        if inspect.isfunction(function := getattr(module, name))
+        and "offsets" in inspect.signature(function).parameters
+    }
+    assert public - tested == {"topk", "reinmax"}  # of a tuple, and below
+
+
+def test_one_hot_draws() -> None:
+    x = _values(LENGTHS["filled"])
+    drawn = estimators.reinmax(x, offsets=_offsets(LENGTHS["filled"]))
+    assert [row.sum().item() for row in drawn.split(LENGTHS["filled"])] == [1.0] * len(LENGTHS["filled"])
+
+
+def test_entries_and_their_places() -> None:
+    """The indices of topk count from the first entry of a row."""
+    lengths = LENGTHS["filled"]
+    x = _values(lengths)
+    values, indices = khot.topk(x, 2, offsets=_offsets(lengths))
+    assert torch.equal(x[indices + _offsets(lengths)[:-1, None]], values)
+    assert torch.equal(values[:, 0], torch.stack([row.max() for row in x.split(lengths)]))
+
+
+@pytest.mark.parametrize(
+    "call", [khot.soft_topk, khot.log_soft_topk, khot.topk_mask, khot.soft_topk_magnitude]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_precisions(call: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Also with offsets of 32 bits, rows of which none or all are selected, and rows beyond the lanes."""
+    lengths = [4, 300, 1, 2, 17, 0, 600, 4, 4, *range(1, 40)]
+    k = torch.tensor([[0.0, n, n / 2, 1.5][i % 4] for i, n in enumerate(lengths)]).clamp(
+        max=torch.tensor(lengths)
+    )
+    if call is khot.soft_topk_magnitude:
+        k = k.floor()
+    x = _values(lengths).detach().to(dtype).requires_grad_()
+    tau = 0.3 if call is not khot.topk_mask else None
+    options = {} if tau is None else {"tau": tau}
+    found = call(x, k, offsets=_offsets(lengths).int(), **options)
+    expected = torch.cat([call(row, k[i], **options) for i, row in enumerate(x.split(lengths))])
+    assert found.dtype == dtype
+    step = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    assert_close(found, expected, rtol=step, atol=step)
+    if call is khot.topk_mask:
+        return
+    got, wanted = (torch.autograd.grad(y.float().clamp(min=-30).cos().sum(), x)[0] for y in (found, expected))
+    assert_close(got.float(), wanted.float(), rtol=8 * step, atol=8 * step)
+
+
+def test_hard_choices() -> None:
+    lengths = LENGTHS["mixed"]
+    x, given = _values(lengths), _given(lengths, ("k", "tau", "mask"))
+    found = khot.soft_topk(
+        x,
+        given["k"],
+        tau=given["tau"],
+        mask=given["mask"],
+        hard=True,
+        largest=False,
+        offsets=_offsets(lengths),
+    )
+    parts = given["mask"].split(lengths)
+    expected = torch.cat(
+        [
+            khot.soft_topk(row, given["k"][i], tau=given["tau"][i], mask=parts[i], hard=True, largest=False)
+            for i, row in enumerate(x.split(lengths))
+        ]
+    )
+    assert_close(found, expected)
+    got, wanted = (torch.autograd.grad(y.dot(x.detach().cos()), x)[0] for y in (found, expected))
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("call", [khot.soft_topk, khot.topk_mask, khot.soft_topk_signed])
+def test_nan_stays_in_its_row(call: Callable[..., Tensor]) -> None:
+    lengths = LENGTHS["filled"]
+    clean = _values(lengths).detach()
+    x = clean.clone()
+    x[4] = torch.nan
+    found, expected = (call(v, 1, offsets=_offsets(lengths)) for v in (x, clean))
+    assert found[3:8].isnan().all()
+    expected[3:8] = torch.nan
+    assert_close(found, expected, equal_nan=True)
+
+
+def test_many_rows_of_one() -> None:
+    x = torch.randn(100_000)
+    offsets = torch.arange(100_001)
+    assert_close(khot.soft_topk(x, 0.25, offsets=offsets), torch.full_like(x, 0.25))
+    assert torch.equal(khot.soft_rank(x, offsets=offsets), torch.ones_like(x))
+    assert torch.equal(khot.quantile(x, 0.3, offsets=offsets), x)
+    long = torch.tensor([0, 1, 200_001, 200_003])  # a row that threads share
+    scores = torch.randn(200_003)
+    assert_close(
+        khot.soft_topk(scores, 1, offsets=long)[1:200_001],
+        khot.soft_topk(scores[1:200_001], 1),
+        rtol=1e-5,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("offsets", "error", "says"),
+    [
+        ([0, 5, 3, 9], ValueError, r"offsets\[2\] is 3, after 5"),
+        ([1, 9], ValueError, "begin with 0, but got 1"),
+        ([0, 8], ValueError, "end with the number of values, 9, but got 8"),
+        ([], ValueError, "at least one entry"),
+        ([[0, 9]], ValueError, "one dim"),
+        ([0.0, 9.0], TypeError, "int32 or int64"),
+    ],
+)
+@pytest.mark.parametrize("call", [khot.soft_topk, khot.topk_mask, khot.kth_value])
+def test_bad_offsets(call: Callable[..., Tensor], offsets: list[Any], error: type, says: str) -> None:
+    given = torch.tensor(offsets) if offsets else torch.ones(0, dtype=torch.int64)
+    with pytest.raises(error, match=says):
+        call(torch.randn(9), 20, offsets=given)  # the offsets are looked at before k
+
+
+def test_bad_arguments() -> None:
+    x, offsets = torch.randn(9), torch.tensor([0, 4, 9])
+    with pytest.raises(ValueError, match=r"k must lie in .* 5 for a row with 4"):
+        khot.soft_topk(x, 5, offsets=offsets)
+    with pytest.raises(ValueError, match="k must be a number or have one value for each row, 2 in all"):
+        khot.soft_topk(x, torch.ones(3), offsets=offsets)
+    with pytest.raises(ValueError, match="mask must be a number or have one value for each entry, 9 in all"):
+        khot.soft_topk(x, 1, mask=torch.ones(2, dtype=torch.bool), offsets=offsets)
+    with pytest.raises(ValueError, match="one dim with offsets"):
+        khot.soft_topk(x.view(3, 3), 1, offsets=offsets)
+    with pytest.raises(ValueError, match="dim must be -1 with offsets"):
+        khot.quantile(x, 0.5, None, offsets=offsets)
+    with pytest.raises(TypeError, match=r"offsets must be a torch\.Tensor"):
+        khot.soft_topk(x, 1, offsets=[0, 4, 9])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="offsets must be on the input's device"):
+        khot.soft_topk(x, 1, offsets=torch.empty(3, dtype=torch.int64, device="meta"))
+    jagged = torch.nested.nested_tensor_from_jagged(x, offsets)
+    with pytest.raises(ValueError, match="offsets must be None for a nested input"):
+        khot.soft_topk(jagged, 1, offsets=offsets)
+    with (
+        pytest.warns(UserWarning, match="prototype"),
+        pytest.raises(TypeError, match=r"layout=torch\.jagged"),
+    ):
+        khot.soft_topk(torch.nested.nested_tensor([x[:4], x[4:]]), 1)
+    with pytest.raises(ValueError, match="rows of the lengths of scores"):
+        losses.log_rank_loss(jagged, torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 5, 9])))
+    with pytest.raises(TypeError, match="nested"):
+        khot.soft_permutation(jagged)
+
+
+def test_jagged_results_go_with_their_input() -> None:
+    jagged = torch.nested.nested_tensor_from_jagged(torch.randn(9), torch.tensor([0, 4, 9]))
+    both = jagged * khot.soft_topk(jagged, 2)
+    assert both.shape == jagged.shape
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_whole(dynamic: bool) -> None:
+    """Without a break, and for other lengths without compiling again."""
+
+    def call(x: Tensor, offsets: Tensor, k: Tensor) -> Tensor:
+        y = khot.soft_topk(x, k, tau=0.5, cdf=khot.cdfs.Power(1.5), offsets=offsets) + khot.soft_rank(
+            x, offsets=offsets
+        )
+        q = khot.quantile(x, torch.tensor([0.2, 0.9], dtype=x.dtype), offsets=offsets)
+        return (y * x).sum() + q.sum() + losses.ndcg_loss(x, (x > 0).to(x.dtype), 3, offsets=offsets)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    counts = []
+    for lengths in ([3, 5, 2], [4, 4, 4, 9]) if dynamic else ([3, 5, 2],):
+        x, k = _values(lengths), torch.full((len(lengths),), 1.5, requires_grad=True)
+        found, expected = (f(x, _offsets(lengths), k) for f in (compiled, call))
+        assert_close(found, expected)
+        assert_close(torch.autograd.grad(found, (x, k)), torch.autograd.grad(expected, (x, k)))
+        counts.append(counter.frame_count)
+    assert len({*counts}) == 1
+
+
+def test_transforms() -> None:
+    """vmap over values of the same offsets; forward mode is reverse mode."""
+    offsets = torch.tensor([0, 3, 3, 8])
+
+    def call(x: Tensor) -> Tensor:
+        return khot.soft_topk(x, torch.tensor([1.0, 0.0, 2.0]), tau=0.3, offsets=offsets)
+
+    x = torch.randn(4, 8, dtype=torch.float64)
+    assert_close(torch.func.vmap(call)(x), torch.stack([call(row) for row in x]))
+    assert_close(torch.func.jacfwd(call)(x[0]), torch.func.jacrev(call)(x[0]))
+    assert torch.autograd.gradgradcheck(call, x[0].clone().requires_grad_())
