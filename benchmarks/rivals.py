@@ -16,6 +16,34 @@ from torch.nn import functional as F
 Long = np.longdouble
 
 
+# ------------------------------------------------------------------------------------- packed rows
+
+
+def padded(function: Callable[..., Tensor], x: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
+    """A function of packed rows as one of a matrix with a mask, which is as wide as the longest row."""
+    lengths = offsets.diff()
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(-1)
+    return function(x.new_zeros(mask.shape).masked_scatter(mask, x), k, mask=mask)[mask]
+
+
+def each_row(function: Callable[..., Tensor], x: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
+    """A function of one row after the other."""
+    rows = zip(x.split(offsets.diff().tolist()), k.tolist(), strict=True)
+    return torch.cat([function(row, number) for row, number in rows])
+
+
+def largest_by_sorts(x: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
+    """The k largest entries of each row by two stable sorts, as libraries for graphs select nodes."""
+    lengths = offsets.diff()
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    order = x.sort(descending=True, stable=True).indices
+    order = order[row[order].sort(stable=True).indices]
+    place = torch.arange(len(x)) - torch.repeat_interleave(offsets[:-1], lengths)
+    mask = torch.zeros_like(x)
+    mask[order] = (place < torch.repeat_interleave(k, lengths)).to(x.dtype)
+    return mask
+
+
 # -------------------------------------------------------------------------------------- assignment
 
 

@@ -170,6 +170,56 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
     yield across("call", next(iter(measured.values())), measured)
 
 
+LENGTHS: dict[str, Callable[[torch.Generator], Tensor]] = {
+    "4,096 rows of 64": lambda g: torch.full((4096,), 64),
+    "4,096 rows of 1 to 200": lambda g: torch.randint(1, 201, (4096,), generator=g),
+    "one row of 20,000, 2,000 of 20": lambda g: torch.tensor([20_000] + [20] * 2000),
+    "4,096 rows, log-normal": lambda g: (torch.randn(4096, generator=g) + 3.5).exp().long().clamp(1, 20_000),
+    "100,000 rows of 1 to 10": lambda g: torch.randint(1, 11, (100_000,), generator=g),
+}
+
+
+def packed(run: Run, *cases: str) -> Iterator[Table]:
+    """Rows of different lengths, by offsets, beside what one does without them.
+
+    Float32 scores, normal, sd 1; k is half of a row, at most 8, and whole for hard masks; tau = 1. Beside it:
+    rows padded to the longest, with a mask; a loop over rows; for hard masks the two sorts of libraries for
+    graphs. Times are milliseconds, forward / forward + backward, and the others multiples of them. Memory is
+    the growth of the process in forward + backward, in MB.
+    """
+
+    def rows() -> Iterator[list[str]]:
+        for case in cases:
+            lengths = LENGTHS[case](generator())
+            offsets = F.pad(lengths.cumsum(0), (1, 0))
+            x, k = normal(int(offsets[-1])), (lengths / 2).clamp(max=8)
+            calls: dict[str, Function] = {
+                "offsets": lambda x, k=k, offsets=offsets: khot.soft_topk(x, k, offsets=offsets),
+                "padded": partial(rivals.padded, khot.soft_topk, k=k, offsets=offsets),
+                "loop": partial(rivals.each_row, khot.soft_topk, k=k, offsets=offsets),
+            }
+            want = calls["padded"](x)
+            right(all(torch.allclose(f(x), want, atol=2e-6) for f in calls.values()), "the rows differ")
+            times = run.both({name: (f, x) for name, f in calls.items()})
+            cells = [milliseconds(*(t["offsets"] for t in times))]
+            cells += [ratios(times, name, "offsets") for name in ("padded", "loop")]
+            grow = [report.peak_memory(timing.forward_backward(calls[n], x)) for n in ("offsets", "padded")]
+            whole = k.floor()
+            masks: dict[str, Function] = {
+                "offsets": lambda x, k=whole, offsets=offsets: khot.topk_mask(x, k, offsets=offsets),
+                "padded": partial(rivals.padded, khot.topk_mask, k=whole, offsets=offsets),
+                "sorts": partial(rivals.largest_by_sorts, k=whole, offsets=offsets),
+            }
+            right(all(torch.equal(f(x), masks["sorts"](x)) for f in masks.values()), "the masks differ")
+            hard = [run({name: partial(f, x) for name, f in masks.items()})]
+            cells += [milliseconds(hard[0]["offsets"])]
+            cells += [ratios(hard, name, "offsets") for name in ("padded", "sorts")]
+            yield [case, *cells, " / ".join(report.megabytes(b) for b in grow)]
+
+    head = ["soft_topk, ms", ": padded", ": loop", "topk_mask, ms", ": padded", ": sorts", "MB, and padded"]
+    yield ["rows", *head], rows()
+
+
 def quantile(run: Run, *shapes: tuple[int, ...]) -> Iterator[Table]:
     """What exact order statistics cost beside torch's: the median, and the quantile of 0.9.
 
@@ -823,6 +873,7 @@ SUBJECTS = {
         ),
         Subject(memory, (256, 1024, 4096, 65_536, LONGEST), 0.3),
         Subject(packages, ((64, 64, 8), (4_096, 64, 8), (128, 1_000, 100)), 0.3, ("entmax", "softtorch")),
+        Subject(packed, tuple(LENGTHS)),
         Subject(permutahedron, ((100, 1_000), (16, 100_000)), beside=("torchsort",)),
         Subject(quantile, (*((10**i,) for i in (3, 4, 5, 6, 7, 8)), (64,), (4096, 64), (128, 1000)), 2.0),
         Subject(
