@@ -520,3 +520,11 @@ def test_many_counts_keep_their_answers_to_bad_rows(monkeypatch: pytest.MonkeyPa
     second, *others = answers()
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12, equal_nan=True)
     assert messages == others
+
+
+@pytest.mark.parametrize("call", [khot.soft_count, khot.inverse_soft_count])
+def test_masked_entries_are_not_counted(call: Any) -> None:
+    """Not even NaN: the result is that of a row without them, at one level and at many."""
+    x, mask = torch.tensor([3.0, torch.nan, 1.0, torch.inf, 0.5]), torch.tensor([1, 0, 1, 0, 1]).bool()
+    for level in (1.5, torch.tensor([0.5, 2.5])):
+        assert torch.equal(call(x, level, tau=0.3, mask=mask), call(x[mask], level, tau=0.3))

@@ -567,3 +567,11 @@ def test_the_mean_of_a_gpu_has_the_derivatives_of_a_mean() -> None:
     torch.testing.assert_close(every, torch.full((7, 7), 2 / 49, dtype=torch.float64), rtol=1e-6, atol=0)
     compiled = torch.compile(torch.func.grad(mean), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(loss), grad, rtol=0, atol=0)
+
+
+def test_fenchel_young_mask() -> None:
+    """Scores and targets under False are ignored, even NaN."""
+    loss = khot.losses.FenchelYoungTopKLoss(2, tau=0.5)
+    x, target = torch.tensor([3.0, torch.nan, 1.0, 2.0, 0.5]), torch.tensor([1.0, torch.nan, 0, 1, 1])
+    mask = torch.tensor([1, 0, 1, 1, 1]).bool()
+    torch.testing.assert_close(loss(x, target, mask=mask), loss(x[mask], target[mask]))

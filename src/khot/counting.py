@@ -45,6 +45,7 @@ def soft_count(
     *,
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "logistic",
+    mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
     """How many entries of each row lie above ``at``, softened.
@@ -63,6 +64,8 @@ def soft_count(
             without ``dim``).
         cdf: ``"logistic"``, ``"laplace"``, ``"normal"``, ``"uniform"``, or an object of
             :mod:`khot.cdfs`.
+        mask: bool, broadcastable to the input; True where an entry is counted. Entries under False are
+            ignored, even NaN and inf.
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
@@ -80,12 +83,12 @@ def soft_count(
         >>> khot.soft_count(x, 1.5, tau=0.01)
         tensor(2.)
     """
-    if not is_dynamo_compiling():
+    if mask is None and not is_dynamo_compiling():
         plain = eager.soft_count(input, at, dim, tau, cdf)
         if plain is not None:
             return plain
     F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim)
+    x = arguments.rows(input, dim, mask)
     at, one = _levels(at, "at", input, x, dim, low=-math.inf)
     scans = by_scans(F) and not one and min(at.shape[-1], x.shape[-1]) > _few(x).levels
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=not scans)
@@ -106,6 +109,7 @@ def inverse_soft_count(
     *,
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "logistic",
+    mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
     """The threshold above which the soft count of each row is ``count``.
@@ -118,7 +122,8 @@ def inverse_soft_count(
     Args:
         input: scores, of any floating-point dtype. −inf never counts, +inf always.
         count: in [0, n]; a number or a tensor, as ``at`` for :func:`soft_count`.
-        dim, tau, cdf: as for :func:`soft_count`.
+        dim, tau, cdf, mask: as for :func:`soft_count`. With a mask, n is the number of entries that are
+            counted.
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
@@ -135,12 +140,12 @@ def inverse_soft_count(
         >>> khot.inverse_soft_count(x, 2, tau=0.01)
         tensor(1.5000)
     """
-    if not is_dynamo_compiling():
+    if mask is None and not is_dynamo_compiling():
         plain = eager.inverse_soft_count(input, count, dim, tau, cdf)
         if plain is not None:
             return plain
     F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim)
+    x = arguments.rows(input, dim, mask)
     count, one = _levels(count, "count", input, x, dim, low=0.0, high=float(x.shape[-1]))
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=one)
     if one and x.is_cuda:

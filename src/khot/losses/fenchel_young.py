@@ -44,6 +44,9 @@ class FenchelYoungTopKLoss(nn.Module):
         unbounded below, and raises an error; on other devices than the CPU, and while compiling, its loss is
         NaN.
 
+        mask: bool, broadcastable to the input; True where an entry takes part. Scores and targets under False
+        are ignored, even NaN.
+
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
         output: a number of the input's dtype; with ``reduction="none"`` the batch shape.
@@ -92,8 +95,12 @@ class FenchelYoungTopKLoss(nn.Module):
     def extra_repr(self) -> str:
         return f"k={self.k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}, reduction={self.reduction!r}"
 
-    def forward(self, input: Tensor, target: Tensor, *, offsets: Tensor | None = None) -> Tensor:
-        return _loss(input, target, self.k, self.dim, self.tau, self.cdf, self.reduction, offsets=offsets)
+    def forward(
+        self, input: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
+        return _loss(
+            input, target, self.k, self.dim, self.tau, self.cdf, self.reduction, mask, offsets=offsets
+        )
 
 
 @by_rows(0, loss=True)
@@ -105,19 +112,20 @@ def _loss(
     tau: Scalar,
     cdf: CDF,
     reduction: Reduction,
+    mask: Tensor | None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    x = arguments.rows(input, dim)
+    x = arguments.rows(input, dim, mask)
     k, tau = arguments.k_and_tau(k, tau, x, high=x.shape[-1], by_value=True)
     k = arguments.detached(k)
-    T = _target_rows(target, input, dim)
+    T = _target_rows(target, input, dim, mask)
     loss, share = row_losses(x, T, k, tau, cdf)
     _check_mass(share, T, k)
     return reduce_wide(loss, reduction, input.dtype)
 
 
-def _target_rows(target: Tensor, input: Tensor, dim: int) -> Tensor:
-    """The target with dim last."""
+def _target_rows(target: Tensor, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+    """The target with dim last, and 0 where the mask is False."""
     arguments.check_bool_or_real(target, "target")
     arguments.check_device(target, "target", input)
     if target.shape != input.shape:
@@ -125,7 +133,7 @@ def _target_rows(target: Tensor, input: Tensor, dim: int) -> Tensor:
             f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
         )
     T = target if target.is_floating_point() else target.to(input.dtype)
-    return arguments.check_values(arguments.rows(T, dim), "target", low=0, high=1)
+    return arguments.check_values(arguments.rows(T, dim, mask, fill=0.0), "target", low=0, high=1)
 
 
 def _check_mass(share: Tensor, T: Tensor, k: Tensor) -> None:
