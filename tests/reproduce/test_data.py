@@ -78,34 +78,20 @@ def test_load_digits_is_split_by_class() -> None:
 BREAKS: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
     "missing": (LABELS, lambda content: None, f"found no {LABELS}"),
     "not gzip": (IMAGES, lambda content: content, "a gzipped IDX file"),
-    "empty": (IMAGES, lambda content: b"", "12 bytes"),
-    "gzip cut short": (IMAGES, lambda content: gzip.compress(content)[:-12], "a gzipped IDX file"),
     "gzip damaged": (
         IMAGES,
         lambda content: gzip.compress(content)[:12] + bytes(20),
         "a gzipped IDX file",
     ),
-    "no header": (IMAGES, lambda content: gzip.compress(content[:10]), "header of 16 bytes"),
     "labels for images": (
         IMAGES,
         lambda content: gzip.compress(idx((20,), bytes(20))),
         "expected magic number 2051 (unsigned bytes in 3 dimensions), found 2049",
     ),
-    "wrong magic number": (
-        LABELS,
-        lambda content: gzip.compress(idx((6,), bytes(6), magic=0x0D01)),
-        "expected magic number 2049",
-    ),
     "too few bytes": (
         IMAGES,
         lambda content: gzip.compress(content[:-1]),
         "expected 36 bytes after the header, for 6 x 2 x 3, found 35",
-    ),
-    "too many bytes": (LABELS, lambda content: gzip.compress(content + b"0"), "found 7"),
-    "no images": (
-        IMAGES,
-        lambda content: gzip.compress(idx((0, 2, 3), b"")),
-        "sizes of at least 1, found 0 x 2 x 3",
     ),
     "too few labels": (
         LABELS,
@@ -116,11 +102,6 @@ BREAKS: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
         LABELS,
         lambda content: gzip.compress(idx((6,), bytes([0, 1, 2, 10, 3, 4]))),
         "expected labels from 0 to 9, found 10",
-    ),
-    "another image size": (
-        MNIST_FILES[2],
-        lambda content: gzip.compress(idx((4, 3, 2), bytes(24))),
-        "expected images of 2 x 3 pixels",
     ),
 }
 
@@ -136,8 +117,7 @@ def test_load_mnist_says_what_is_wrong(folder: Path, case: str) -> None:
         load_mnist(folder)
     text = str(caught.value)
     assert name in text
-    if case != "empty":  # gzip takes an empty file for empty content
-        assert message in text
+    assert message in text
     assert "expected" in text
     assert "\n" not in text
 
@@ -149,8 +129,6 @@ BOMBS: dict[str, tuple[bytes, str]] = {
         "expected 36 bytes after the header, for 6 x 2 x 3, found 37",
     ),
     "another kind": (idx((6,), b""), "expected magic number 2051"),
-    "another number": (bytes(16), "expected magic number 2051"),
-    "no images": (idx((0, 2, 3), b""), "sizes of at least 1"),
 }
 
 
@@ -169,19 +147,6 @@ def test_read_idx_takes_no_more_memory_than_the_header_announces(tmp_path: Path,
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("sizes", [(2**32 - 1,) * 3, (2**32 - 1, 1, 1), (60_000, 28, 2**20)])
-def test_read_idx_takes_no_memory_for_what_is_only_announced(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    path = tmp_path / IMAGES
-    path.write_bytes(gzip.compress(idx(sizes, bytes(10))))
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match="bytes after the header, for"):
-            read_idx(path, ndim=3)
-        assert tracemalloc.get_traced_memory()[1] < 2_000_000
-    finally:
-        tracemalloc.stop()
-
-
 def test_read_idx_reads_every_member_and_checks_the_sum(tmp_path: Path) -> None:
     """A gzip file may have several members, and its checksum comes after the last byte."""
     path, content = tmp_path / LABELS, idx((3,), b"abc")
@@ -191,15 +156,3 @@ def test_read_idx_reads_every_member_and_checks_the_sum(tmp_path: Path) -> None:
     path.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])
     with pytest.raises(DataError, match="cannot be read"):
         read_idx(path, ndim=1)
-
-
-@pytest.mark.parametrize("name", ["", "nowhere"])
-def test_load_mnist_names_the_files_of_an_empty_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError) as caught:
-        load_mnist(tmp_path / name)
-    assert all(file in str(caught.value) for file in MNIST_FILES)
-
-
-def test_read_idx_says_that_a_file_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        read_idx(tmp_path / IMAGES, ndim=3)

@@ -45,22 +45,6 @@ def test_image_at_distance_0_decides() -> None:
     assert knn.untrained_error(images, "pixels", "cpu") == 0
 
 
-def test_network_fits_the_images() -> None:
-    for shape in ((28, 28), (8, 8)):
-        assert knn.Network(shape)(torch.zeros(3, shape[0] * shape[1])).shape == (3, knn.FEATURES)
-
-
-def test_methods_without_a_network_are_tried_once() -> None:
-    tried = [trial["method"] for trial in knn.trials(knn.Args(seeds=3))]
-    assert {method: tried.count(method) for method in knn.METHODS} == {
-        "logistic": 3,
-        "laplace": 3,
-        "entropy": 3,
-        "pixels": 1,
-        "pca": 1,
-    }
-
-
 def test_differences_are_called_by_their_noise() -> None:
     # two standard errors of 99.4 % on 10,000 images are 0.154
     assert knn.with_difference([99.5, 99.6], 99.4) == ["99.4", "+0.15, within noise"]

@@ -54,12 +54,6 @@ def test_keeps_the_dtype(name: str) -> None:
     assert (y.dtype, y.shape) == (torch.float32, (4, 8))
 
 
-def test_written_ones_need_no_package() -> None:
-    assert {"bisection", "halley", "sorted laplace", "sinkhorn", "sequential softmax", "pav"} <= {
-        name for name, peer in PEERS.items() if not peer.needs
-    }
-
-
 def test_missing_says_why() -> None:
     call = PEERS["pav"].call
     assert peers.missing(Peer(call, "")) is None
@@ -69,20 +63,6 @@ def test_missing_says_why() -> None:
     assert (
         peers.missing(Peer(call, "", needs="math:LML")) == "not installed: the math that is here has no LML"
     )
-
-
-@pytest.mark.parametrize("spread", [1e-6, 1, 100, 1e4])
-@pytest.mark.parametrize("k", [1, 30, 300, 999])
-def test_halley_reaches_its_tolerance(spread: float, k: int) -> None:
-    x = spread * scores(3, 1000)
-    y = peers.halley_topk(x, k, 1.0)
-    assert (y.sum(-1) - k).abs().max() <= 1e-6
-    assert (y - khot.sigmoid_topk(x, k)).abs().max() <= 1e-6
-
-
-def test_halley_and_its_ends_of_k() -> None:
-    assert not peers.halley_topk(scores(2, 5), 0, 1.0).any()
-    assert (peers.halley_topk(scores(2, 5), 5, 1.0) == 1).all()
 
 
 def test_bracket_of_the_bisection_misses_small_k() -> None:

@@ -56,13 +56,6 @@ def test_network_scores_every_picture(size: str, precision: torch.dtype, toleran
     torch.testing.assert_close(scores, network(pictures), rtol=tolerance, atol=tolerance)
 
 
-def test_published_network_has_the_described_layers() -> None:
-    network = permutation.Network(28, 112, "published")
-    shapes = [tuple(parameter.shape) for parameter in network.parameters() if parameter.ndim > 1]
-    # two poolings leave 7 x 28 places of 64 filters
-    assert shapes == [(32, 1, 5, 5), (64, 32, 5, 5), (64, 64 * 7 * 28), (1, 64)]
-
-
 @pytest.mark.parametrize("method", permutation.LOSSES)
 def test_losses_prefer_the_true_order(method: str) -> None:
     value = torch.tensor([[30.0, 10.0, 20.0], [1.0, 2.0, 3.0]])
@@ -76,10 +69,3 @@ def test_losses_prefer_the_true_order(method: str) -> None:
     gradient, slope = torch.autograd.grad(right, (scores, tau))
     assert slope > 0
     assert gradient[1, 0] > 0 > gradient[1, 2]
-
-
-def test_methods_and_lengths_are_trials() -> None:
-    args = permutation.Args(
-        seeds=2, ns=(3, 5), methods=("laplace", "neuralsort"), networks=("small", "published")
-    )
-    assert len(permutation.trials(args)) == 16

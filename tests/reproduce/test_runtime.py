@@ -59,18 +59,6 @@ def test_report_computes_ratios(tmp_path: Path) -> None:
     assert "Figure 7" not in body
 
 
-def test_report_compares_errors(tmp_path: Path) -> None:
-    errors = {"sorted laplace": 2e-5, "khot.laplace_topk": 1e-6, "dykstra": 3e-3}
-    rows: list[study.Row] = [
-        {"what": "error", "n": n, "method": name, "pass": "forward", "error": error * n}
-        for n in (64, 256)
-        for name, error in errors.items()
-    ]
-    body = runtime.report(runtime.Args(), rows, tmp_path)
-    assert "| dykstra | 1.9e-01 | 7.7e-01 |" in body
-    assert "at n = 256, closer are: khot.laplace_topk." in body
-
-
 @given(st.lists(st.floats(-100, 100), max_size=12), st.floats(0, 30))
 def test_names_are_apart_and_as_near_to_their_lines_as_they_can_be(ends: list[float], gap: float) -> None:
     heights = sorted(ends)
@@ -78,8 +66,3 @@ def test_names_are_apart_and_as_near_to_their_lines_as_they_can_be(ends: list[fl
     offsets = gap * np.arange(len(heights))
     nearest = isotonic_regression(np.array(heights) - offsets).x + offsets if heights else []
     np.testing.assert_allclose(places, nearest, atol=1e-9)
-
-
-def test_names_stay_at_lines_that_are_apart() -> None:
-    assert reporting.spread_out([0, 20, 50], 14) == [0, 20, 50]
-    assert reporting.spread_out([0, 10, 50], 14) == [-2, 12, 50]

@@ -97,8 +97,3 @@ def test_numbers_are_digits_side_by_side() -> None:
                 patch = pictures[i, j, :, 8 * place : 8 * place + 8]
                 assert torch.equal(patch, images.test_images[d].view(8, 8))
     assert not torch.equal(index, numbers.pick((2, 3), 4, seed=2, of=len(images.test_labels)))
-
-
-def test_learning_rates_and_seeds_are_trials() -> None:
-    args = topk_loss.Args(seeds=2, methods=("p=2", "last"), taus=(1.0,), lrs=(0.1, 0.2))
-    assert len(topk_loss.trials(args)) == 8
