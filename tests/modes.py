@@ -31,56 +31,9 @@ def _table() -> Any:
     return sys.modules[name]
 
 
-def _pruned(shares: dict[str, Any], **kw: Any) -> nn.Module:
-    model = nn.Sequential(nn.Linear(5, 4, **kw), nn.Tanh(), nn.Linear(4, 3, **kw))
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], 0.6, tau=0.5, **shares)
-    return model
+_SCORES = _table().scores
 
-
-def _pruned_n_m(**kw: Any) -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 4, **kw), nn.Tanh(), nn.Linear(4, 3, **kw))
-    for i, m in ((0, 3), (2, 4)):
-        khot.nn.prune_n_m(model[i], "weight", 2, m, tau=0.5)
-    return model
-
-
-def _annealed(end: float) -> khot.nn.Anneal:
-    return khot.nn.Anneal(3.0, end, steps=4)
-
-
-_LAYER, _SCORES = _table().Layer, _table().scores
-
-ROWS = {
-    row.name: row
-    for row in [
-        *_table().LAYERS,
-        _LAYER(
-            "TopKSAE-annealed",
-            lambda **kw: khot.nn.TopKSAE(5, 12, _annealed(2), tau=_annealed(0.5), **kw),
-            (_SCORES(2, 7, 5),),
-        ),
-        _LAYER(
-            "TopKSAE-batch-annealed",
-            lambda **kw: khot.nn.TopKSAE(5, 12, _annealed(2), tau=_annealed(0.5), batch=True, **kw),
-            (_SCORES(2, 7, 5),),
-        ),
-        _LAYER(
-            "KHotGate-annealed",
-            lambda **kw: khot.nn.KHotGate(6, _annealed(2), tau=_annealed(1), estimator="gumbel", **kw),
-            (_SCORES(3, 6),),
-            random=True,
-        ),
-        _LAYER("prune_global", lambda **kw: _pruned({}, **kw), (_SCORES(7, 5),)),
-        _LAYER(
-            "prune_global-shares",
-            lambda **kw: _pruned({"min_share": 0.3, "max_share": 0.5}, **kw),
-            (_SCORES(7, 5),),
-        ),
-        _LAYER("prune_global-cost", lambda **kw: _pruned({"cost": [3, 1]}, **kw), (_SCORES(7, 5),)),
-        _LAYER("prune_global-score", lambda **kw: _pruned({"by": "score"}, **kw), (_SCORES(7, 5),)),
-        _LAYER("prune_n_m", _pruned_n_m, (_SCORES(7, 6),)),
-    ]
-}
+ROWS = {row.name: row for row in _table().LAYERS}
 
 
 def make(name: str, seed: int = 0) -> nn.Module:

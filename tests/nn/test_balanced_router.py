@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import khot
 from khot.nn import Anneal, BalancedRouter, MixtureOfExperts, Routing, TokenChoiceRouter
@@ -64,9 +63,17 @@ MASK = torch.arange(9) < torch.tensor([9, 6, 0])[:, None]
     [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(40,), (3, 20), (2, 1, 9)], ids=str)
-@pytest.mark.parametrize("k", [1, 2, 2.5, EXPERTS - 1, EXPERTS])
-@pytest.mark.parametrize("tau", [1.0, 0.01])
+@pytest.mark.parametrize(
+    ("k", "tau", "shape"),
+    [
+        (1, 1.0, (40,)),
+        (2, 0.01, (3, 20)),
+        (2.5, 1.0, (2, 1, 9)),
+        (2.5, 0.01, (40,)),
+        (EXPERTS - 1, 0.01, (2, 1, 9)),
+        (EXPERTS, 1.0, (3, 20)),
+    ],
+)
 def test_all_experts_get_the_same_and_all_tokens_get_k(
     tau: float, k: float, shape: tuple[int, ...], dtype: torch.dtype, accuracy: float
 ) -> None:
@@ -135,15 +142,6 @@ def test_padding_goes_to_no_expert_and_does_not_matter(training: bool) -> None:
     assert router.weight.grad is not None and router.weight.grad.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_autocast_changes_no_selection(dtype: torch.dtype) -> None:
-    router, x = make(dtype=dtype), tokens(20).to(dtype)
-    want = copy.deepcopy(router)(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = router(x)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
 # ------------------------------------------------------------------------------------ the biases
 
 
@@ -183,23 +181,6 @@ def test_the_biases_change_in_train_mode_with_gradients_only() -> None:
     before = router.bias.clone()
     router.requires_grad_(False)(tokens(30, seed=8))  # a frozen router still follows the data
     assert not torch.equal(router.bias, before)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_activations(use_reentrant: bool) -> None:
-    plain, x = used(), tokens(30)
-    recomputed = copy.deepcopy(plain)
-    weight = normal(30, EXPERTS, seed=2)
-    grads = []
-    for router, call in (
-        (plain, lambda x: plain(x).weights),
-        (recomputed, lambda x: checkpoint(lambda x: recomputed(x).weights, x, use_reentrant=use_reentrant)),
-    ):
-        given = x.clone().requires_grad_()
-        (call(given) * weight).sum().backward()
-        grads.append((given.grad, router.weight.grad))
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(recomputed.bias, plain.bias, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -333,19 +314,6 @@ def test_annealed_numbers() -> None:
 # ------------------------------------------------------------------------------------ a module like any other
 
 
-@pytest.mark.parametrize(
-    "cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.bfloat16)]
-)
-def test_the_bias_is_never_cast(cast: Callable[[nn.Module], nn.Module]) -> None:
-    router = used(dtype=torch.float32)
-    before = router.bias.clone()
-    assert cast(router) is router
-    assert router.weight.dtype != torch.float32
-    assert router.bias.dtype == torch.float32 and torch.equal(router.bias, before)
-    mixture = MixtureOfExperts(router, [nn.Identity() for _ in range(EXPERTS)])
-    assert cast(mixture).router.bias.dtype == torch.float32  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_state_has_the_bias(dtype: torch.dtype, assign: bool) -> None:
@@ -359,49 +327,15 @@ def test_the_state_has_the_bias(dtype: torch.dtype, assign: bool) -> None:
     assert torch.equal(other.bias, router.bias.to(dtype).float())
 
 
-def test_made_without_data_and_then_given_memory() -> None:
-    router = make(device="meta")
-    assert router.bias.is_meta
-    router = router.to_empty(device="cpu")
-    assert router.bias.dtype == torch.float32 and not router.bias.any()
-
-
-def test_reset_parameters() -> None:
-    router = used()
-    router.reset_parameters()
-    assert not router.bias.any()
-
-
-def test_compiled_whole_it_sets_the_same_biases() -> None:
-    torch.compiler.reset()
-    eager, x = make(), tokens(3, 9)
-    traced = copy.deepcopy(eager)
-    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
-    for seed in range(2):
-        x = tokens(3, 9, seed=seed)
-        torch.testing.assert_close(compiled(x, MASK), eager(x, MASK))
-        assert eager.bias.any()
-        torch.testing.assert_close(traced.bias, eager.bias)
-    before = traced.bias.clone()
-    with torch.no_grad():
-        compiled(tokens(3, 9, seed=5), MASK)
-    assert torch.equal(traced.bias, before)
-
-
 # ------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((DIM, 1, 1), {}, "num_experts must be at least 2"),
         ((DIM, 4, 0), {}, r"k must lie in \[1, 4\], but got 0"),
-        ((DIM, 4, 5), {}, r"k must lie in \[1, 4\], but got 5"),
-        ((DIM, 4, 2), {"tau": 0.0}, "tau must be"),
-        ((DIM, 4, 2), {"tau": -1.0}, "tau must be"),
         ((DIM, 4, 2), {"cdf": "uniform"}, "cdf must have full support, .* but got 'uniform'"),
         ((DIM, 4, 2), {"cdf": khot.cdfs.Power(2)}, "cdf must have full support"),
-        ((DIM, 4, 2), {"cdf": "gauss"}, "cdf must be"),
     ],
     ids=str,
 )
@@ -412,21 +346,11 @@ def test_arguments_out_of_range(
         BalancedRouter(*arguments, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("k", ["2", None, True, [2]])
-def test_a_k_of_another_type(k: object) -> None:
-    with pytest.raises(TypeError, match="k must be a real number"):
-        BalancedRouter(DIM, 4, k)  # type: ignore[arg-type]
-
-
 @each_mode
 def test_inputs_that_do_not_fit(training: bool) -> None:
     router = make().train(training)
-    with pytest.raises(ValueError, match=r"input must have shape \(\.\.\., 5\) for this BalancedRouter"):
-        router(torch.zeros(2, DIM + 1))
     with pytest.raises(ValueError, match=r"input must have shape \(\.\.\., n, 5\) .* but got shape \(5,\)"):
         router(torch.zeros(DIM))
-    with pytest.raises(TypeError, match=r"mask must have dtype torch\.bool"):
-        router(tokens(3, 9), MASK.double())
     with pytest.raises(ValueError, match="mask must broadcast"):
         router(tokens(3, 9), MASK[:2])
     with pytest.raises(ValueError, match="k must"):

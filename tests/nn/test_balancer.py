@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pickle
 import random
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import khot
 from khot.nn import MixtureOfExperts, QuantileBalancer, TokenChoiceRouter
@@ -208,30 +206,6 @@ def test_the_bias_does_not_change_by_an_update_without_counts() -> None:
     assert torch.equal(balancer.bias, before)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_changes_nothing(reentrant: bool) -> None:
-    x = skewed(200)
-
-    def step(balancer: QuantileBalancer, again: bool) -> None:
-        leaf = x.clone().requires_grad_()
-
-        def layer(scores: Tensor) -> Tensor:
-            return scores.gather(-1, balancer(scores))
-
-        y = checkpoint(layer, leaf, use_reentrant=reentrant) if again else layer(leaf)
-        y.sum().backward()
-
-    plain, twice = QuantileBalancer(E, K), QuantileBalancer(E, K)
-    for _ in range(3):
-        step(plain, False)
-        step(twice, True)
-        factor = 1 if reentrant else 2  # the reentrant kind computes first without gradients
-        assert torch.equal(twice.counts, factor * plain.counts)
-        plain.update()
-        twice.update()
-        assert torch.equal(twice.bias, plain.bias)
-
-
 # ------------------------------------------------------------------------------------ the update
 
 
@@ -271,18 +245,6 @@ def test_balances_within_ten_updates(kind: str) -> None:
     assert violation(x, balancer.bias, 4) <= max(0.06, violation(x, exact, 4) + 0.02)
 
 
-def test_balances_far_better_than_the_sign_rule_and_on_fresh_tokens() -> None:
-    x, fresh = (torch.sigmoid(skewed(4096, 64, seed) - 6) for seed in (0, 1))
-    balancer, signs = QuantileBalancer(64, 4), torch.zeros(64)
-    for _ in range(10):
-        balancer(x)
-        balancer.update()
-        loads = load(x, signs, 4)
-        signs = signs + 1e-3 * (loads.mean() - loads).sign()
-    assert violation(x, signs, 4) > 10 * violation(x, balancer.bias, 4)
-    assert violation(fresh, balancer.bias, 4) < 0.35  # 256 tokens per expert: random loads alone give 0.16
-
-
 def test_a_kept_share_of_the_bias_converges_more_slowly() -> None:
     x = skewed(2048)
     quick, slow = QuantileBalancer(E, K), QuantileBalancer(E, K, ema=0.5)
@@ -313,12 +275,20 @@ OF_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("scale", [1e-10, 1.0, 1e6])
+@pytest.mark.parametrize(
+    ("scale", "drawing"),
+    [
+        (1e-10, (32, 4, 3.5, 0.0)),
+        (1.0, (32, 4, 3.5, 0.0)),
+        (1.0, (16, 2, 10.0, 1.0)),
+        (1e6, (16, 2, 10.0, 1.0)),
+    ],
+)
 @pytest.mark.parametrize("kind", OF_LOGITS)
-@pytest.mark.parametrize(("experts", "k", "sharpness", "offset"), [(32, 4, 3.5, 0.0), (16, 2, 10.0, 1.0)])
 def test_balances_any_kind_of_scores_at_any_scale(
-    experts: int, k: int, sharpness: float, offset: float, kind: str, scale: float
+    kind: str, scale: float, drawing: tuple[int, int, float, float]
 ) -> None:
+    experts, k, sharpness, offset = drawing
     x = scale * OF_LOGITS[kind](drawn(experts, sharpness, offset))
     balancer = QuantileBalancer(experts, k)
     assert violation(x, balancer.bias, k) > 0.1
@@ -328,18 +298,6 @@ def test_balances_any_kind_of_scores_at_any_scale(
     assert violation(x, balancer.bias, k) <= 0.05
     balancer.solve(x)
     assert violation(x, balancer.bias, k) <= 0.05
-
-
-@pytest.mark.parametrize("kind", ["probabilities", "sigmoid"])
-def test_balances_experts_with_64_tokens_each(kind: str) -> None:
-    x = OF_LOGITS[kind](drawn(64, 1.0, 1.0, 2048))
-    balancer = QuantileBalancer(64, 2)
-    for _ in range(12):
-        balancer(x)
-        balancer.update()
-    assert violation(x, balancer.bias, 2) <= 0.1
-    balancer.solve(x)
-    assert violation(x, balancer.bias, 2) <= 0.05
 
 
 def one_at_a_time(x: Tensor, k: int, sweeps: int = 4) -> float:
@@ -367,7 +325,7 @@ def sharp(seed: int, tokens: int = 128) -> tuple[Tensor, int]:
     return (a * z).softmax(-1), k
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 5])
 def test_balances_sharp_probabilities_as_well_as_is_possible(seed: int) -> None:
     """The scores of a token, and the biases, differ by a factor of up to 10⁴⁰."""
     x, k = sharp(seed)
@@ -379,21 +337,6 @@ def test_balances_sharp_probabilities_as_well_as_is_possible(seed: int) -> None:
     assert violation(x, balancer.bias, k) <= possible + 0.2
     balancer.solve(x)
     assert violation(x, balancer.bias, k) <= possible + 0.1
-
-
-@pytest.mark.parametrize("seed", range(5, 9))
-def test_more_updates_are_not_worse_for_sharp_scores_of_low_rank(seed: int) -> None:
-    draw = random.Random(seed)
-    experts, k = draw.choice([32, 64]), draw.choice([2, 4])
-    g = torch.Generator().manual_seed(seed)
-    u, v = torch.randn(experts // k * 128, 4, generator=g), torch.randn(4, experts, generator=g)
-    x = (draw.uniform(5, 7) * u @ v).softmax(-1)
-    balancer, seen = QuantileBalancer(experts, k), {}
-    for update in range(1, 41):
-        balancer(x)
-        balancer.update()
-        seen[update] = violation(x, balancer.bias, k)
-    assert seen[40] <= min(seen[10] + 0.02, 0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -433,14 +376,6 @@ def test_scores_that_change_their_scale_take_few_updates(first: float) -> None:
         if scale > 1e9:
             balancer.bias.zero_()
     assert violation(x, balancer.bias) < 0.05
-
-
-@pytest.mark.parametrize("scale", [1e-8, 1e-4, 1e4, 1e8])
-def test_a_cold_start_takes_scores_of_any_scale(scale: float) -> None:
-    x = scale * skewed(1024).double()
-    balancer = QuantileBalancer(E, K)
-    balancer.solve(x)
-    assert violation(x, balancer.bias) < 0.1
 
 
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
@@ -591,13 +526,15 @@ def test_a_cold_start_with_closed_experts() -> None:
     "cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.bfloat16)]
 )
 def test_the_bias_is_never_cast(cast: Callable[[nn.Module], nn.Module]) -> None:
-    router = TokenChoiceRouter(5, E, K, balancer=QuantileBalancer(E, K))
+    balanced = TokenChoiceRouter(5, E, K, balancer=QuantileBalancer(E, K))
+    assigned = MixtureOfExperts(khot.nn.BalancedRouter(5, E, K), [nn.Identity() for _ in range(E)])
     bias = normal(E).float()
-    router.balancer.bias.copy_(bias)
-    assert cast(router) is router
-    assert router.weight.dtype != torch.float32
-    assert router.balancer.bias.dtype == torch.float32 and torch.equal(router.balancer.bias, bias)
-    assert router.balancer.counts.dtype == torch.int64
+    for layer, holder in ((balanced, balanced.balancer), (assigned, assigned.router)):
+        holder.bias.copy_(bias)
+        assert cast(layer) is layer
+        assert next(layer.parameters()).dtype != torch.float32
+        assert holder.bias.dtype == torch.float32 and torch.equal(holder.bias, bias)
+    assert balanced.balancer.counts.dtype == torch.int64
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -662,56 +599,6 @@ def test_training_without_updates_warns_once() -> None:
         updated.eval(), tried.eval(), evaluated.train().eval()
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_go_on_alike(how: Callable[[QuantileBalancer], QuantileBalancer]) -> None:
-    x = skewed(100)
-    balancer = counted(x)
-    balancer.update()
-    balancer(x)
-    other = how(balancer)
-    assert torch.equal(other.counts, balancer.counts)
-    other.update()
-    assert not torch.equal(other.bias, balancer.bias)
-    balancer.update()
-    assert torch.equal(other.bias, balancer.bias)
-
-
-def test_made_without_data_and_then_given_memory() -> None:
-    with torch.device("meta"):
-        balancer = QuantileBalancer(E, K)
-        assert balancer(torch.empty(7, E)).shape == (7, K)
-        balancer.update()
-    balancer = balancer.to_empty(device="cpu")
-    assert not balancer.bias.any() and not balancer.counts.any()
-
-
-def test_reset_parameters() -> None:
-    balancer = counted(skewed(100))
-    balancer.update()
-    balancer(skewed(100))
-    balancer.reset_parameters()
-    assert not balancer.bias.any() and not balancer.counts.any()
-
-
-def test_compiled_whole_it_counts_the_same() -> None:
-    x = skewed(40)
-    torch.compiler.reset()
-    eager = QuantileBalancer(E, K)
-    traced = copy.deepcopy(eager)
-    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        assert torch.equal(eager(x), compiled(x))
-        assert eager.counts.any() and torch.equal(eager.counts, traced.counts)
-        eager.update()
-        traced.update()
-    with torch.no_grad():
-        compiled(x)
-    assert not traced.counts.any()
-    traced.eval()
-    compiled(x)
-    assert not traced.counts.any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_counts_like_the_same_scores_in_float32(dtype: torch.dtype) -> None:
     x = skewed(200).to(dtype)
@@ -721,38 +608,22 @@ def test_half_precision_counts_like_the_same_scores_in_float32(dtype: torch.dtyp
         assert torch.equal(counted(x.float()).counts, full.counts)
 
 
-def test_scores_get_no_gradient_from_it() -> None:
-    x = skewed(10).requires_grad_()
-    balancer = counted(x)
-    assert not balancer.bias.requires_grad and balancer(x).grad_fn is None
-
-
 # ------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
-        ((1, 1), {}, "num_experts must be at least 2"),
-        ((4, 0), {}, r"k must lie in \[1, 3\], but got 0"),
         ((4, 4), {}, r"k must lie in \[1, 3\], but got 4"),
         ((4, 2), {"bins": 100}, "bins must be a power of two, but got 100"),
         ((4, 2), {"bins": 32}, "bins must lie in"),
         ((4, 2), {"ema": 1}, "ema must lie in"),
-        ((4, 2), {"ema": -0.1}, "ema must lie in"),
     ],
     ids=str,
 )
 def test_arguments_out_of_range(args: tuple[int, int], options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantileBalancer(*args, **options)  # type: ignore[arg-type]
-
-
-def test_scores_of_another_width() -> None:
-    with pytest.raises(ValueError, match=r"scores must have shape \(\.\.\., 16\) for this QuantileBalancer"):
-        QuantileBalancer(E, K)(torch.zeros(2, E + 1))
-    with pytest.raises(ValueError, match=r"scores must have shape"):
-        QuantileBalancer(E, K).solve(torch.zeros(2, E + 1))
 
 
 # ------------------------------------------------------------------------------------ in a router
@@ -835,17 +706,6 @@ def test_a_balancer_of_another_router(k: object, options: dict[str, object], mes
         TokenChoiceRouter(5, E, k, **{"balancer": QuantileBalancer(E, K), **options})  # type: ignore[arg-type]
 
 
-def test_a_balancer_of_another_type() -> None:
-    with pytest.raises(TypeError, match="balancer must be a QuantileBalancer or None, but got bool"):
-        TokenChoiceRouter(5, E, K, balancer=True)  # type: ignore[arg-type]
-
-
-def test_the_balancer_is_made_where_the_router_is() -> None:
-    router = TokenChoiceRouter(5, E, K, balancer=QuantileBalancer(E, K), device="meta")
-    assert router.balancer is not None and router.balancer.bias.device.type == "meta"
-    assert "balancer" in repr(router)
-
-
 # ------------------------------------------------------------------------------------ groups
 
 
@@ -893,7 +753,7 @@ def test_one_bias_per_expert_balances_groups(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "experts,k,groups,top",
-    [(8, 4, 4, 2), (8, 1, 8, 1), (8, 2, 4, 1), (16, 8, 4, 2), (16, 3, 4, 1), (64, 8, 8, 2)],
+    [(8, 4, 4, 2), (8, 1, 8, 1), (16, 3, 4, 1)],
 )
 def test_groups_that_hold_hardly_more_than_k(experts: int, k: int, groups: int, top: int) -> None:
     """A token that an expert has is lost with its group, too. With all experts of the open groups chosen, it

@@ -247,19 +247,6 @@ def test_saved_gate_that_draws(options: dict[str, Any]) -> None:
     assert ((got.mean(0) - want.mean(0)).abs() < 6 * deviation).all()
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize(
-    "row",
-    [row for row in ROWS if row.name.startswith("TopKSAE") and "annealed" in row.name],
-    ids=lambda r: r.name,
-)
-def test_annealed_sae_compiles_whole(row: Row, training: bool) -> None:
-    """test_layers.py has the other layers; an annealed k is not reset with the parameters, as it asks for."""
-    torch.compiler.reset()
-    layer = row.layer(training)
-    assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager")(*row.inputs), layer(*row.inputs))
-
-
 def test_saved_router_in_a_new_process(tmp_path: Path) -> None:
     path, x = tmp_path / "router.pt2", normal(2, 7, 5)
     torch.export.save(torch.export.export(khot.nn.TokenChoiceRouter(5, 4, 2).eval(), (x,)), path)

@@ -175,9 +175,15 @@ def test_mixture_is_the_weighted_sum(name: str, cdf: str, training: bool) -> Non
 
 
 @both
-@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("cdf", "training", "masked"),
+    [
+        ("logistic", True, True),
+        ("logistic", False, False),
+        ("uniform", True, False),
+        ("uniform", False, True),
+    ],
+)
 def test_under_transforms(name: str, cdf: str, training: bool, masked: bool) -> None:
     """vmap over the inputs, over models (an ensemble), and the gradients of each input."""
     layer = mixture(name, cdf).train(training)
@@ -279,11 +285,6 @@ def test_bf16_routes_in_float32(name: str) -> None:
     torch.testing.assert_close(inside, single(x.float()), rtol=0, atol=0)
 
 
-def test_the_meta_device_has_no_autocast() -> None:
-    router = ExpertChoiceRouter(DIM, EXPERTS, device="meta")
-    assert router(torch.empty(3, 8, DIM, device="meta")).weights.shape == (3, 8, EXPERTS)
-
-
 def test_capacity_and_k_may_be_annealed() -> None:
     capacity = Anneal(4, 1, 1)
     router = ExpertChoiceRouter(DIM, EXPERTS, capacity).eval()
@@ -295,10 +296,6 @@ def test_capacity_and_k_may_be_annealed() -> None:
 
 
 def test_refuses() -> None:
-    with pytest.raises(ValueError, match="num_experts"):
-        ExpertChoiceRouter(DIM, 1)
-    with pytest.raises(ValueError, match="capacity"):
-        ExpertChoiceRouter(DIM, 4, 0)
     with pytest.raises(ValueError, match="k must"):
         TokenChoiceRouter(DIM, 4, 5)
     with pytest.raises(ValueError, match="inside"):

@@ -226,63 +226,12 @@ def test_make_permanent_takes_along_what_was_pruned_together() -> None:
     assert sum(int((model[i].weight == 0).sum()) for i in (0, 2)) == 40
 
 
-def test_state_dict_and_deepcopy() -> None:
-    model, x = pruned(), scores(4, 6)
-    model[0].weight.sum()  # half-way
-    twin, other = copy.deepcopy(model), pruned()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += scores(*parameter.shape, seed=3)
-    other.load_state_dict(model.state_dict())
-    for training in (True, False):
-        torch.testing.assert_close(other.train(training)(x), model.train(training)(x), rtol=0, atol=0)
-        torch.testing.assert_close(twin.train(training)(x), pruned().train(training)(x), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_compiles_whole(training: bool) -> None:
-    torch.compiler.reset()
-    model, x = pruned().train(training), scores(4, 6)
-    want = model(x)
-    want.square().sum().backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    got = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(got, want)
-    got.square().sum().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], grads)
-
-
-def test_functional_call_and_vmap() -> None:
-    model, x = pruned(), scores(4, 6)
-    state = {name: p.detach() for name, p in model.named_parameters()}
-    models = {name: torch.stack([p, 2 * p]) for name, p in state.items()}
-    got = torch.vmap(lambda s: torch.func.functional_call(model, s, x))(models)
-    torch.testing.assert_close(got[0], model(x))
-    twice = torch.func.functional_call(model, {name: 2 * p for name, p in state.items()}, x)
-    torch.testing.assert_close(got[1], twice)
-
-
 def test_gradcheck() -> None:
     model, x = pruned(), scores(2, 6)
     names, values = zip(*model.named_parameters(), strict=True)
     torch.autograd.gradcheck(
         lambda *given: torch.func.functional_call(model, dict(zip(names, given, strict=True)), x), values
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_and_autocast(dtype: torch.dtype) -> None:
-    model, x = pruned().float(), scores(4, 6).float()
-    want = model(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = model(x)
-    torch.testing.assert_close(got.float(), want, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps)
-    low = copy.deepcopy(model).to(dtype)
-    assert low[0].weight.dtype == dtype
-    torch.testing.assert_close(low(x.to(dtype)).float(), want, rtol=0, atol=8 * torch.finfo(dtype).eps)
-    low(x.to(dtype)).sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in low.parameters())
 
 
 def test_refuses() -> None:

@@ -227,19 +227,6 @@ def test_n_m_learns_which_entries_to_keep() -> None:
     )
 
 
-def test_n_m_compiles_and_saves() -> None:
-    layer = prune_n_m(nn.Linear(8, 4, dtype=torch.float64), "weight")
-    x = torch.ones(3, 8, dtype=torch.float64)
-    torch.compiler.reset()
-    for training in (True, False):
-        layer.train(training)
-        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
-    other = prune_n_m(nn.Linear(8, 4, dtype=torch.float64), "weight")
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.eval().weight, layer.weight)
-    assert "n=2, m=4, dim=1, tau=1.0" in repr(layer)
-
-
 def test_n_m_refuses() -> None:
     layer = nn.Linear(6, 5)
     for options, name in (

@@ -120,13 +120,6 @@ def test_tied_weights_have_one_score() -> None:
     assert torch.equal(model[0].weight, model[1].weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_compiles_whole(training: bool) -> None:
-    model, x = pruned().train(training), torch.randn(2, 6, dtype=torch.float64)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), model(x))
-
-
 def test_scores_of_half_precision_weights_are_kept_in_single() -> None:
     model = layers(dtype=torch.bfloat16)
     prune_global([(model[0], "weight"), (model[2], "weight")], 0.6, tau=0.5, by="score")
