@@ -16,8 +16,8 @@ from typing import Any
 import mpmath
 import numpy as np
 import torch
-from scipy.optimize import brentq, minimize
-from scipy.special import logsumexp, ndtri
+from scipy.optimize import brentq
+from scipy.special import logsumexp
 
 __all__ = [
     "ADVERSARIAL",
@@ -25,11 +25,9 @@ __all__ = [
     "TAUS",
     "MpCdf",
     "adversarial_ks",
-    "capped_simplex_argmax",
     "exp_pav",
     "k_support",
     "k_support_mp",
-    "magnitude_argmin",
     "magnitude_pav",
     "mask_pav",
     "mp",
@@ -46,7 +44,6 @@ __all__ = [
     "soft_rank",
     "soft_topk",
     "soft_topk_grad",
-    "soft_topk_grad_fd",
     "topk_mask",
 ]
 
@@ -475,40 +472,6 @@ def soft_topk_grad(
     return _floats(dx), float(v_mean), float(dtau)
 
 
-def soft_topk_grad_fd(
-    x: Row, k: float, tau: float, cdf: str, v: Row, p: float | None = None
-) -> tuple[np.ndarray, float, float]:
-    """soft_topk_grad by central differences of the 50-digit operator; 2n + 5 solves.
-
-    Valid away from kinks, with 0 < k < n. Errors are about 1e-30 relative to <v, y> / tau.
-    """
-    F, h = _cdf(cdf, p), mp.mpf("1e-15")
-    row, scale, mass = [mp.mpf(float(e)) for e in _float64(x)], mp.mpf(tau), mp.mpf(k)
-    incoming = [mp.mpf(float(e)) for e in _float64(v)]
-
-    def value(row: Sequence[Mpf], mass: Mpf, scale: Mpf) -> Mpf:
-        t = _threshold(row, [1] * len(row), mass, scale, F)
-        return mp.fdot(incoming, [F.cdf(z) for z in _scaled(row, t, scale)])
-
-    def slope(along: Callable[[Mpf], Mpf], step: Mpf) -> Mpf:
-        return (along(step) - along(-step)) / (2 * step)
-
-    def moved(i: int) -> Callable[[Mpf], Mpf]:
-        return lambda d: value([e + d * (i == j) for j, e in enumerate(row)], mass, scale)
-
-    step = h * scale  # what the operator sees is x / tau
-    dx = [slope(moved(i), step) if mp.isfinite(e) else mp.zero for i, e in enumerate(row)]
-    dtau = slope(lambda d: value(row, mass, scale + d), step)
-    # In a gap C' is tiny and t runs away with k: the step in k is one of h tau in t. Where C' = 0
-    # (compact support) the two sides differ, and their mean is the derivative by convention.
-    t = _threshold(row, [1] * len(row), mass, scale, F)
-    density = mp.fsum(F.pdf(z) for z in _scaled(row, t, scale) if mp.isfinite(z))
-    step = h * min(density, mp.one) if density else h
-    with mp.workdps(mp.dps + int(mp.ceil(-mp.log10(step)))):
-        dk = slope(lambda d: value(row, mass + d, scale), step)
-    return _floats(dx), float(dk), float(dtau)
-
-
 # ---------------------------------------------------------------------------------------- budgets
 
 
@@ -643,78 +606,12 @@ def _solve_convex(objective: Any, constraints: Sequence[Any], y: Any) -> np.ndar
     return np.asarray(y.value, dtype=np.float64)
 
 
-def capped_simplex_argmax(x: Row, k: float, tau: float, cdf: str, p: float | None = None) -> np.ndarray:
-    """argmax <y, x> - tau sum omega(y_i) over {0 <= y <= 1, sum y = k}: the programme itself.
-
-    cvxpy (Clarabel), except for the normal CDF, whose omega is not in its vocabulary: SLSQP.
-    Finite scores, n <= 20, moderate x / tau; good to about 1e-5.
-    """
-    row = _float64(x)
-    if cdf == "normal":
-        return _normal_argmax(row, k, tau)
-    cp = _cvxpy()
-
-    y = cp.Variable(len(row))
-    constraints = [y >= 0, y <= 1, cp.sum(y) == k]
-    if cdf == "logistic":
-        potential = -cp.sum(cp.entr(y) + cp.entr(1 - y))
-    elif cdf == "laplace":
-        # omega(y) = g(min(y, 1/2)) + g(min(1 - y, 1/2)) + 1/2 with g(a) = a log 2a - a; g falls
-        # on (0, 1/2), so minimising over a <= min(., 1/2) gives the same and is convex.
-        a, b = cp.Variable(len(row)), cp.Variable(len(row))
-        constraints += [a <= y, a <= 0.5, b <= 1 - y, b <= 0.5]
-        potential = cp.sum(-cp.entr(a) - cp.entr(b) + (math.log(2) - 1) * (a + b))
-    else:
-        p = 2.0 if cdf == "uniform" else p
-        potential, cones = _power_sum(y, p)
-        potential, constraints = potential / p, constraints + cones
-    return _solve_convex(cp.Maximize(row @ y - tau * potential), constraints, y)
-
-
 def _power_sum(y: Any, p: float) -> tuple[Any, list[Any]]:
     """sum |y_i|^p with its cones; cvxpy.power would replace p by a fraction, and warn."""
     cp = _cvxpy()
 
     bound = cp.Variable(y.shape)
     return cp.sum(bound), [cp.PowCone3D(bound, np.ones(y.shape), y, 1 / p)]
-
-
-def _normal_argmax(row: np.ndarray, k: float, tau: float) -> np.ndarray:
-    """omega(y) = -phi(Phi^-1(y)), omega'(y) = Phi^-1(y)."""
-
-    def loss(y: np.ndarray) -> tuple[float, np.ndarray]:
-        z = ndtri(y)
-        omega = -np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-        return float(tau * omega.sum() - row @ y), tau * z - row
-
-    edge = 1e-12  # omega' is infinite at 0 and 1
-    result = minimize(
-        loss,
-        np.full(len(row), k / len(row)),
-        jac=True,
-        method="SLSQP",
-        bounds=[(edge, 1 - edge)] * len(row),
-        constraints={"type": "eq", "fun": lambda y: y.sum() - k, "jac": np.ones_like},
-        options={"ftol": 1e-15, "maxiter": 1000},
-    )
-    if not result.success:
-        raise RuntimeError(result.message)
-    return result.x
-
-
-def magnitude_argmin(x: Row, k: int, tau: float, p: float) -> np.ndarray:
-    """y = grad R*(x - u), u = argmin R*(x - u) + half the sum of the k largest u_i^2, by cvxpy.
-
-    R = tau/p ||.||_p^p, so R*(d) = tau/q ||d / tau||_q^q, 1/p + 1/q = 1. For n <= 8, to about 1e-4.
-    """
-    cp = _cvxpy()
-
-    row, q = _float64(x), p / (p - 1)
-    u = cp.Variable(len(row))
-    power_sum, cones = _power_sum((row - u) / tau, q)
-    objective = cp.Minimize(tau / q * power_sum + cp.sum_largest(cp.square(u), k) / 2)
-    d = row - _solve_convex(objective, cones, u)
-    return np.sign(d) * (np.abs(d) / tau) ** (q - 1)
 
 
 # ----------------------------------------------------------------------------------- isotonic PAV

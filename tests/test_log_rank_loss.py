@@ -131,19 +131,6 @@ def test_infinite_scores() -> None:
     assert log_rank_loss(torch.tensor([-INF, 1, 0]), relevance) == 0
 
 
-def test_compiles_whole_with_grades() -> None:
-    x, relevance = randn(3, 9).requires_grad_(), grades(3, 9)
-
-    def call(x: Tensor, relevance: Tensor) -> Tensor:
-        return log_rank_loss(x, relevance, grades=3)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    want, got = call(x, relevance), compiled(x, relevance)
-    assert torch.equal(got, want)
-    for a, b in zip(torch.autograd.grad(got, x), torch.autograd.grad(want, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-15)
-
-
 def test_long_lists() -> None:
     x, relevance = randn(1, 100_000).float().requires_grad_(), grades(1, 100_000)
     loss = log_rank_loss(x, relevance)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import grad, gradcheck, gradgradcheck
+from torch.autograd import grad
 
 import oracles
 from khot import soft_topk_magnitude
@@ -388,22 +388,6 @@ def test_infinite_entries_are_the_largest(p: float, rescale: bool) -> None:
     assert soft_topk_magnitude(f64([INF, 1]), 0, p=p, rescale=rescale).isnan().all()
 
 
-@each_p
-def test_backward_agrees_with_differentiable_backward(p: float) -> None:
-    """The kernel and the reference, which autograd records, also at infinite, zero and masked entries."""
-    x = f64([[INF, 3, 0, -2.9, 0.1, 1], [2, 1.9, 0, 0, -1.8, -0.3]], requires_grad=True)
-    tau = f64([0.4, 2.0], requires_grad=True)
-    v = normal(2, 6, seed=12)
-    mask = f64([1, 1, 1, 1, 1, 0]).bool()
-
-    def both(create_graph: bool) -> tuple[Tensor, ...]:
-        y = soft_topk_magnitude(x, f64([2, 3]), tau=tau, p=p, mask=mask)
-        return grad(y, (x, tau), v, create_graph=create_graph)
-
-    for fused, differentiable in zip(both(False), both(True), strict=True):
-        torch.testing.assert_close(fused, differentiable.detach(), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize(("p", "tau"), [(1.15, 175.0), (1.5, 1e3), (2.0, 1e6)])
 def test_slope_is_none_where_half_precision_has_no_such_small_y(p: float, tau: float) -> None:
     """v + τ v^(p−1) = s has v < 1e-8 there, which float16 rounds to 0, and dv/ds and dv/dτ < 2e-6."""
@@ -454,33 +438,6 @@ def test_one_operator_with_signs_is_the_one_without(p: float, dtype: torch.dtype
 # ------------------------------------------------------------------------- masks, tensors, dims, layout
 
 
-def test_mask_broadcasts() -> None:
-    x = normal(2, 3, 5, seed=13)
-    for shape in ((5,), (3, 1), (2, 1, 5), (1, 1, 1), ()):
-        mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.8
-        k = int(mask.expand(2, 3, 5).sum(-1).min()) // 2
-        want = soft_topk_magnitude(x, k, mask=mask.expand(2, 3, 5).contiguous())
-        assert torch.equal(soft_topk_magnitude(x, k, mask=mask), want)
-    assert (soft_topk_magnitude(x, 0, mask=torch.tensor(False)) == 0).all()
-
-
-@pytest.mark.parametrize("k_dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
-def test_k_and_tau_of_each_row(k_dtype: torch.dtype) -> None:
-    x = normal(2, 3, 6, seed=14)
-    k = torch.tensor([[0, 1, 6], [3, 2, 5]], dtype=k_dtype)
-    tau = f64([[0.1, 1, 10], [0.01, 3, 0.3]])
-    for p in (2.0, 1.5):
-        y = soft_topk_magnitude(x, k, tau=tau, p=p)
-        for i in range(2):
-            for j in range(3):
-                row = soft_topk_magnitude(x[i, j], int(k[i, j]), tau=tau[i, j].item(), p=p)
-                torch.testing.assert_close(y[i, j], row, rtol=1e-14, atol=0)
-        by_row = soft_topk_magnitude(x, k[:, :1], tau=tau[1], p=p)
-        assert torch.equal(
-            by_row, soft_topk_magnitude(x, k[:, :1].expand(2, 3), tau=tau[1].expand(2, 3), p=p)
-        )
-
-
 # ------------------------------------------------------------------------------------------ derivatives
 
 # Of these the first row is pooled (four entries share two places), the second in part, the third not at all.
@@ -489,16 +446,6 @@ SMOOTH = [[1.0, -0.98, 0.97, -0.95, 0.2], [7.0, 2.0, -1.9, 0.3, 1.7], [6.0, -3.0
 
 def smooth_leaves() -> tuple[Tensor, Tensor]:
     return f64(SMOOTH, requires_grad=True), f64([1.0, 0.8, 0.6], requires_grad=True)
-
-
-@each_rescale
-@each_p
-def test_gradients(p: float, rescale: bool) -> None:
-    def f(x: Tensor, tau: Tensor) -> Tensor:
-        return soft_topk_magnitude(x, 2, tau=tau, p=p, rescale=rescale)
-
-    assert gradcheck(f, smooth_leaves(), check_forward_ad=True)
-    assert gradgradcheck(f, smooth_leaves())
 
 
 @each_p
@@ -530,6 +477,6 @@ def test_no_gradient_in_k() -> None:
 def test_oracle_of_this_file_is_the_programme_itself() -> None:
     """PAV and cvxpy agree on a pooled row: a guard against both sides sharing one mistake."""
     for p in (2.0, 4 / 3):
-        want = oracles.magnitude_argmin(SMOOTH[1], 2, 0.8, p)
+        want = oracles.relaxed_sum(SMOOTH[1], 2, 0.8, p, "square")[1]
         got = soft_topk_magnitude(f64(SMOOTH[1]), 2, tau=0.8, p=p)
         np.testing.assert_allclose(got.numpy(), want, atol=1e-4)

@@ -15,7 +15,7 @@ from torch import Tensor
 import khot
 import oracles
 from khot._kernels.reference import permutahedron as reference
-from projection_rows import ROUNDED, ROWS, f64, randn, ranks
+from projection_rows import ROWS, f64, randn, ranks
 
 INF, NAN = math.inf, math.nan
 REGULARIZATIONS = ("l2", "kl")
@@ -250,16 +250,6 @@ def test_scores_of_any_size() -> None:
     assert y.tolist() == [3, 2, 1] and torch.autograd.grad(y.sum(), x)[0].tolist() == [0, 0, 0]
 
 
-def test_a_long_row_by_both_kernels() -> None:
-    x = randn(1, 4097)
-    for tau, regularization in itertools.product((0.01, 1.0), REGULARIZATIONS):
-        assert_rank = rank(x, tau, regularization)
-        w = ranks(4097).log() if regularization == "kl" else ranks(4097)
-        want = by_reference(x, w, tau, regularization)
-        want = want.exp() if regularization == "kl" else want
-        torch.testing.assert_close(assert_rank, want, rtol=1e-12, atol=0)
-
-
 # ------------------------------------------------------------------------------------- gradients
 
 SHAPES = {"shared": (5,), "per row": (2, 5), "broadcast": (1, 5)}
@@ -291,18 +281,6 @@ def test_the_fused_backward_is_the_formula(regularization: str) -> None:
         want = reference.permutahedron_backward(grad, z, w, tau, *places, regularization, want_w)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_the_blocks_of_both_kernels_are_the_same() -> None:
-    for kind, regularization, n in itertools.product(ROWS, REGULARIZATIONS, (1, 2, 7, 64, 100)):
-        z, w = ROWS[kind](n)
-        got = torch.ops.khot.permutahedron(z, w, f64(0.7), regularization)
-        want = reference.permutahedron(z, w, f64(0.7), regularization)
-        torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-12)
-        for a, b in zip(got[1:], want[1:], strict=True):
-            assert a.dtype == b.dtype and a.shape == b.shape
-        if kind not in ROUNDED:
-            assert all(torch.equal(a, b) for a, b in zip(got[1:], want[1:], strict=True)), (kind, n)
 
 
 # ------------------------------------------------------------------------------------- masks and infinities
@@ -370,26 +348,6 @@ def test_an_exponential_of_zero_takes_no_digits_from_its_block() -> None:
         torch.testing.assert_close(y[2:].exp(), f64([1.0, 0.0]).softmax(-1), rtol=1e-14, atol=0)
 
 
-@every_regularization
-def test_nan_spoils_its_row_and_no_other(regularization: str) -> None:
-    x = randn(3, 5)
-    spoiled = x.clone()
-    spoiled[1, 2] = NAN
-    for operator in (rank, sort):
-        y = operator(spoiled, 1.0, regularization)
-        assert y[1].isnan().all()
-        assert torch.equal(y[[0, 2]], operator(x, 1.0, regularization)[[0, 2]])
-
-
-def test_empty_rows_and_batches() -> None:
-    for shape in ((0,), (2, 0), (0, 3)):
-        x = torch.empty(shape)
-        mask = torch.ones(shape, dtype=torch.bool)
-        for options in ({}, {"mask": mask}):
-            for y in (rank(x, **options), sort(x, **options), project(x, torch.ones(shape[-1]), **options)):
-                assert y.shape == shape
-
-
 # ------------------------------------------------------------------------------------- shapes and transforms
 
 
@@ -401,24 +359,6 @@ def test_w_lies_along_dim_or_broadcasts() -> None:
         assert torch.equal(project(x, weights, dim=-2), want)
     perm = torch.tensor([2, 0, 3, 1])
     assert torch.equal(project(x, w[perm], dim=1), want)  # the order of w does not matter
-
-
-@every_regularization
-def test_vmap_over_w(regularization: str) -> None:
-    x, w, tau = randn(3, 2, 5), randn(3, 5, seed=1), f64([0.5, 1.0, 2.0])
-
-    def call(x: Tensor, w: Tensor, tau: Tensor) -> Tensor:
-        return project(x, w, tau, regularization)
-
-    want = torch.stack([call(*row) for row in zip(x, w, tau, strict=True)])
-    torch.testing.assert_close(torch.func.vmap(call)(x, w, tau), want, rtol=0, atol=1e-13)
-    want = torch.stack([call(x[0], row, tau[0]) for row in w])
-    got = torch.func.vmap(call, in_dims=(None, 0, None))(x[0], w, tau[0])
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
-    grads = torch.func.vmap(torch.func.grad(lambda *a: call(*a).square().sum(), argnums=1))(x, w, tau)
-    leaf = w.clone().requires_grad_()
-    sum(call(*row).square().sum() for row in zip(x, leaf, tau, strict=True)).backward()  # type: ignore[union-attr]
-    torch.testing.assert_close(grads, leaf.grad, rtol=0, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------- bad input

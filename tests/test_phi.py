@@ -314,18 +314,6 @@ def test_exp_of_extreme_scores_is_finite(size: float) -> None:
     assert (khot.soft_topk_exp(x, 0) == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (0,), (0, 4), (0, 0)], ids=str)
-def test_nothing_at_all(shape: tuple[int, ...]) -> None:
-    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-    y = khot.soft_topk_exp(x, 0)
-    sums = [khot.soft_topk_sum(x, 0, phi=phi) for phi in ("identity", "abs", "square", "exp")]
-    assert y.shape == shape and all(torch.equal(each, torch.zeros_like(sums[0])) for each in sums)
-    (slope,) = grad(y.sum() + sum(sums).sum(), x)
-    assert slope.shape == shape
-    with pytest.raises(ValueError, match=r"^k must be an integer in \[0, \d\], but got 9"):
-        khot.soft_topk_exp(x, 9)
-
-
 def test_bad_arguments() -> None:
     x = normal(2, 4)
     for call in (khot.soft_topk_signed, khot.soft_topk_exp, khot.soft_topk_sum):

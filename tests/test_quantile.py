@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import khot
-from khot._core.dispatch import OPERATORS
 from khot.quantiles import InterpolationName
 
 INF, NAN = math.inf, math.nan
@@ -101,16 +100,6 @@ def test_a_sample_that_misleads() -> None:
             x = normal(n).to(dtype)
             x[read] += shift
             assert_same(khot.quantile(x, Q_LIST), by_numpy(x, LEVELS))
-
-
-@DTYPES
-def test_compiled_and_reference_kernels_agree(dtype: torch.dtype) -> None:
-    x = torch.stack([long_row(kind, 3000) for kind in KINDS]).to(dtype)
-    x[0, 7], x[1, 9], x[2, 11] = NAN, INF, -INF
-    k = torch.tensor([1.0, 2, 1500, 1501, 2999, 3000, 0, 3001, 1.5, NAN, INF, -1]).double().expand(len(x), -1)
-    operator = OPERATORS["order_statistics"]
-    for rows in (x, x.mT.contiguous().mT, x[:, :1].expand(-1, 3000), x[:, :1], x[:, :40]):
-        assert_same(operator.overload(rows, k), operator.kernel(rows, k))
 
 
 @INTERPOLATIONS
@@ -269,34 +258,3 @@ def test_the_gradient_of_a_masked_row_stays_with_the_entries_that_take_part() ->
 
 
 # ------------------------------------------------------------------------ transforms, compilation
-
-
-def test_vmap() -> None:
-    x, q = normal(4, 3, 7), torch.tensor([0.1, 0.5, 0.6, 1.0], dtype=torch.float64)
-    got = torch.func.vmap(khot.quantile)(x, q)
-    assert_same(got, torch.stack([khot.quantile(a, b) for a, b in zip(x, q, strict=True)]))
-    got = torch.func.vmap(khot.quantile, in_dims=(None, 0))(x[0], q)
-    assert_same(got, torch.stack([khot.quantile(x[0], b) for b in q]))
-    k = torch.tensor([1, 2, 3, 7])
-    got = torch.func.vmap(khot.kth_value, in_dims=(1, None))(x.movedim(0, 1), 2)
-    assert_same(got, khot.kth_value(x, 2))
-    got = torch.func.vmap(khot.kth_value)(x, k)
-    assert_same(got, torch.stack([khot.kth_value(a, int(b)) for a, b in zip(x, k, strict=True)]))
-    grads = torch.func.vmap(torch.func.grad(lambda x: khot.quantile(x, 0.3, None)))(x)
-    assert_same(grads[2], torch.func.grad(lambda x: khot.quantile(x, 0.3, None))(x[2]))
-
-
-def test_compile() -> None:
-    q = torch.tensor([0.2, 0.9])
-    mask = torch.arange(9) != 3
-
-    def function(x: Tensor) -> Tensor:
-        some = khot.quantile(x, q, 0) + khot.quantile(x, 0.3, None, interpolation="nearest")
-        return some + khot.kth_value(x, 2, mask=mask).sum() + khot.kth_value(x, torch.tensor(3), 0)
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (4, 6):
-        x = normal(rows, 9).requires_grad_()
-        assert_same(compiled(x), function(x))
-        grads = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, function)]
-        torch.testing.assert_close(*grads)

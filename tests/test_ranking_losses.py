@@ -270,23 +270,6 @@ def test_gradients_are_exact(name: str, cdf: str) -> None:
     assert abs((grad * step).sum() - slope) < 1e-8
 
 
-@each_of_cdf
-@pytest.mark.parametrize("cdf", ["laplace", "logistic"])
-def test_vmap_and_its_derivatives(name: str, cdf: str) -> None:
-    loss = LOSSES[name]
-    x, target = randn(3, 2, 6), loss.targets(3, 2, 6, seed=4)
-
-    def call(x: Tensor, target: Tensor) -> Tensor:
-        return loss(x, target, tau=0.6, cdf=cdf)
-
-    want = torch.stack([call(a, b) for a, b in zip(x, target, strict=True)])
-    torch.testing.assert_close(torch.vmap(call)(x, target), want, rtol=1e-12, atol=1e-12)
-    grads = torch.stack([torch.func.grad(call)(a, b) for a, b in zip(x, target, strict=True)])
-    torch.testing.assert_close(torch.vmap(torch.func.grad(call))(x, target), grads, rtol=1e-10, atol=1e-12)
-    forward = torch.func.jacfwd(call)(x[0], target[0])
-    torch.testing.assert_close(forward, grads[0], rtol=1e-10, atol=1e-12)
-
-
 @each_loss
 def test_compiles_whole(name: str) -> None:
     loss, target = LOSSES[name], LOSSES[name].targets(3, 6)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import khot
-from khot._core.dispatch import OPERATORS
 
 INF, NAN = math.inf, math.nan
 DTYPES = pytest.mark.parametrize(
@@ -227,15 +226,6 @@ def test_the_gradient_goes_to_the_selected_entries(dtype: torch.dtype) -> None:
     assert grad.dtype == dtype
 
 
-def test_nested_transforms_keep_the_indices() -> None:
-    x = rows("ties", 12, 9).reshape(2, 3, 2, 9)
-    mapped = torch.func.vmap(torch.func.vmap(lambda x: khot.topk(x, 4, 0), in_dims=1), in_dims=2)
-    values, indices = mapped(x.movedim(-1, 0))
-    want = khot.topk(x, 4)
-    assert torch.equal(values, want.values.permute(1, 0, 3, 2))
-    assert torch.equal(indices, want.indices.permute(1, 0, 3, 2))
-
-
 class _Layer(torch.nn.Module):
     def forward(self, x: Tensor) -> khot.selection.TopK:
         return khot.topk(x, 3, largest=False)
@@ -268,15 +258,3 @@ def test_the_exported_form_agrees_without_ties() -> None:
     for largest in (True, False):
         for got, want in zip(exported_topk(x, 4, largest, True), khot.topk(x, 4, -1, largest), strict=True):
             assert torch.equal(got, want)
-
-
-@DTYPES
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_and_reference_kernels_agree(dtype: torch.dtype, kind: str) -> None:
-    x = rows(kind, 3, 700).to(dtype)
-    operator = OPERATORS["topk"]
-    for k in (1, 30, 300):
-        for got, want in zip(
-            operator.overload(x, k, True, True), operator.kernel(x, k, True, True), strict=True
-        ):
-            assert_same(got, want)

@@ -71,19 +71,6 @@ def test_proposition_1_zero_temperature(name: str) -> None:
 
 
 @every_cdf
-# SLSQP of SciPy 1.15, the newest for Python 3.10, says so when it clips a step to the bounds
-@pytest.mark.filterwarnings("ignore:Values in x were outside bounds:RuntimeWarning")
-def test_proposition_2_argmax_over_the_capped_simplex(name: str) -> None:
-    # for the logistic CDF as stated; for the others with their own potential
-    p = 4 / 3 if name == "power" else None
-    for seed, (k, tau) in enumerate([(1, 1.0), (3, 0.3), (4.5, 2.0)]):
-        x = scores(8, seed=seed)
-        want = oracles.capped_simplex_argmax(x, k, tau, name, p)
-        y = khot.soft_topk(x, k, tau=tau, cdf=CDFS[name])
-        np.testing.assert_allclose(y.numpy(), want, atol=5e-5)
-
-
-@every_cdf
 def test_proposition_2_by_the_potentials_own_optimality(name: str) -> None:
     # no feasible direction improves the objective, to second order in its length
     F, x, tau = cdfs.resolve(CDFS[name]), scores(8, seed=3), 0.6

@@ -13,7 +13,6 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 
 import subsets
 from khot import sigmoid_topk
-from khot.sampling._designs import conditional_poisson as design
 from khot.sampling._tilt import tilt
 from khot.sampling.conditional_poisson import (
     calibrate,
@@ -199,27 +198,11 @@ def test_more_than_k_certain_units_make_their_row_nan() -> None:
             assert (y[1].sum() - k).abs() < 1e-15
 
 
-@pytest.mark.parametrize("k", [-1, 5, 1.5, torch.tensor(5), torch.tensor([1.0, 0.5])])
-@pytest.mark.parametrize("f", [log_normalizer, marginals, joint_marginals, entropy, sample])
-def test_k_must_be_a_size(f: Callable[..., Tensor], k: int | Tensor) -> None:
-    with pytest.raises(ValueError, match=r"k must be an integer in \[0, 4"):
-        f(normal(2, 4), k)
-
-
 def test_k_must_leave_enough_units() -> None:
     with pytest.raises(ValueError, match="k must lie in"):
         marginals(f64(0, -INF, -INF), 2)
     with pytest.raises(ValueError, match="k must lie in"):
         sample(f64(0, -INF, -INF), 2)
-
-
-def test_logits_must_be_floating_point_rows() -> None:
-    with pytest.raises(TypeError, match="logits must have a floating-point dtype"):
-        marginals(torch.arange(3), 1)
-    with pytest.raises(ValueError, match="logits must have at least one dim, along which the units lie"):
-        marginals(torch.tensor(1.0), 1)
-    with pytest.raises(ValueError, match="logits must have at least one dim, along which the units lie"):
-        sample(torch.tensor(1.0), 1)
 
 
 def test_empty() -> None:
@@ -313,31 +296,6 @@ def test_gradient_at_size(scale: float) -> None:
         assert_close(covariance.sum(-1), torch.zeros(n, dtype=torch.float64), 1e-11)
 
 
-def test_vmap_and_jacobians() -> None:
-    theta, k = normal(3, 5), torch.tensor([1, 2, 4])
-    for f in (log_normalizer, marginals, joint_marginals, entropy):
-        assert_close(torch.func.vmap(f)(theta, k), f(theta, k), 1e-14)
-        assert_close(torch.func.vmap(lambda x, f=f: f(x, 2), in_dims=1)(theta.T), f(theta, 2), 1e-14)
-        reverse, forward = (
-            J(lambda x, f=f: f(x, 2))(theta[0]) for J in (torch.func.jacrev, torch.func.jacfwd)
-        )
-        assert_close(reverse, forward, 1e-12)
-    probs = marginals(theta, k)
-    assert_close(torch.func.vmap(calibrate)(probs), calibrate(probs), 1e-12)
-    through = lambda x: calibrate(marginals(x, 2))  # noqa: E731
-    assert_close(torch.func.jacrev(through)(theta[0]), torch.func.jacfwd(through)(theta[0]), 1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("f", [log_normalizer, marginals])
-def test_compiles(f: Callable[..., Tensor]) -> None:
-    x = normal(4, 50).requires_grad_()
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    weight = normal(*f(x, 20).shape, seed=1)
-    assert_close(compiled(x, 20), f(x, 20), 1e-14)
-    assert_close(*(grad((g(x, 20) * weight).sum(), x)[0] for g in (compiled, f)), 1e-14)
-
-
 # ---------------------------------------------------------------------------------------- calibration
 
 HARD = {
@@ -410,16 +368,6 @@ def test_probs_must_be_inclusion_probabilities(probs: Tensor, what: str) -> None
         calibrate(probs)
 
 
-def test_design_functions_by_enumeration() -> None:
-    theta, k = 2 * normal(6, seed=4), 3
-    S = subsets.subsets(6, k)
-    law = subsets.conditional_poisson_law(theta, k)
-    probs, joint, H = subsets.moments(law, S)
-    assert_close(design.log_prob(S, probs), law)
-    assert_close(design.joint(probs), joint)
-    assert_close(entropy(calibrate(probs), k), H)
-
-
 # -------------------------------------------------------------------------------------------- draws
 
 
@@ -430,37 +378,6 @@ def test_draws_have_k_ones() -> None:
     assert x.shape == (7, 3, 2, 50)
     assert ((x == 0) | (x == 1)).all()
     assert (x.sum(-1) == k).all()
-
-
-def test_draws_honour_certain_units() -> None:
-    probs = subsets.random_probs(20, 12, seed=1)
-    x = design.draw(probs.expand(50, 20, 12), seeded())
-    assert (x.sum(-1) == probs.sum(-1).round()).all()
-    assert x[probs.expand_as(x) == 1].all()
-    assert not x[probs.expand_as(x) == 0].any()
-    certain = f64(1, 0, 1)
-    assert design.draw(certain, seeded()).tolist() == [True, False, True]
-
-
-def test_same_seed_same_draw() -> None:
-    theta = normal(2, 60)
-    before = torch.get_rng_state()
-    first, second, other = (sample(theta, 30, sample_shape=(3,), generator=seeded(s)) for s in (1, 1, 2))
-    assert (first == second).all()
-    assert (first != other).any()
-    assert (torch.get_rng_state() == before).all()
-
-
-@pytest.mark.parametrize("draws", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_inclusion_of_draws(draws: int) -> None:
-    """Fails at a rate of 1e-6."""
-    probs = subsets.random_probs(20, 12, seed=2)
-    generator, counts = seeded(3), torch.zeros(20, 12)
-    for _ in range(draws // 10_000):
-        x = design.draw(probs.expand(10_000, 20, 12), generator)
-        assert (x.sum(-1) == probs.sum(-1).round()).all()
-        counts += x.sum(0)
-    subsets.assert_inclusion(counts, draws, probs)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

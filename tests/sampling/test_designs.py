@@ -20,7 +20,7 @@ from khot.sampling import _designs, _order, designs, inclusion_probs, joint_incl
 
 FAILURE = 1e-6  # rate of each statistical test
 NAMES = list(designs)
-EXACT = [name for name in NAMES if designs[name].exact]
+
 FIXED = [name for name in NAMES if designs[name].fixed_size]
 CLOSE = [name for name in FIXED if designs[name].close]
 KNOWN = [name for name in NAMES if designs[name].exact or designs[name].marginals is not None]
@@ -258,15 +258,6 @@ def test_joint_sums(design: str) -> None:
     probs = torch.stack([random_probs(30, 8, s, 1) for s in (0.1, 1, 5)])
     want = 8 * inclusion_probs(probs, design)
     torch.testing.assert_close(joint_inclusion_probs(probs, design).sum(-1), want, atol=1e-8, rtol=0)
-
-
-def test_joint_of_pareto_by_enumeration() -> None:
-    """n = 3, k = 2: the joint probability of two units is that of leaving out the third."""
-    probs = float64([0.9, 0.6, 0.5])
-    pi = inclusion_probs(probs)
-    joint = joint_inclusion_probs(probs, "pareto")
-    torch.testing.assert_close(joint[0, 1], 1 - pi[2], atol=1e-12, rtol=0)
-    torch.testing.assert_close(joint[1, 2], 1 - pi[0], atol=1e-12, rtol=0)
 
 
 def test_joint_of_systematic_by_hand() -> None:

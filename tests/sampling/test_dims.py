@@ -86,24 +86,6 @@ def test_size_penalty_along_any_dim() -> None:
     torch.testing.assert_close(khot.losses.size_penalty(PROBS, weight, 1), want)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_dim_that_is_out_of_range_is_named(name: str) -> None:
-    function, x, _ = CASES[name]
-    for dim in (3, -4):
-        with pytest.raises(IndexError, match=rf"dim must be in \[-3, 2\], but got {dim}"):
-            function(x, dim)
-
-
-def test_a_sample_shape_in_the_place_of_dim_is_named() -> None:
-    for call in (
-        lambda: khot.sampling.sample(PROBS, "pareto", SHAPE),  # type: ignore[arg-type]
-        lambda: khot.sampling.gumbel_topk(LOGITS, 2, SHAPE),  # type: ignore[arg-type]
-        lambda: conditional_poisson.sample(LOGITS, 2, SHAPE),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(TypeError, match="dim must be an int, but got tuple"):
-            call()
-
-
 DRAWS: dict[str, Callable[..., Tensor]] = {
     **{
         name: lambda shape, name=name: khot.sampling.sample(PROBS, name, 1, sample_shape=shape)

@@ -176,18 +176,6 @@ def test_designs(design: str, gap: float, dtype: torch.dtype) -> None:
         assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("design", [*CLOSE, "exact"])
-@pytest.mark.parametrize("gap", [10, 76])
-def test_frequencies(design: str, gap: float) -> None:
-    """The marginals of the draws themselves."""
-    options = {"design": "pareto", "adjust": "exact"} if design == "exact" else {"design": design}
-    probs = khot.sigmoid_topk(scores(5, 2, gap, torch.float64, rows=1)[0], 2)
-    truth = probs if design == "exact" else sampling.inclusion_probs(probs, options["design"])
-    generator = torch.Generator().manual_seed(1)
-    draws = sampling.sample(probs, generator=generator, sample_shape=(4000,), **options)
-    assert_inclusion(draws.sum(0), 4000, truth)
-
-
 @pytest.mark.parametrize(("dtype", "gap"), [case for case in CASES if case[0].itemsize >= 4], ids=str)
 @pytest.mark.parametrize("design", ["pareto", "conditional_poisson", "sampford"])
 def test_log_prob_and_entropy_of_khot(design: str, gap: float, dtype: torch.dtype) -> None:
@@ -248,18 +236,3 @@ def test_probabilities_that_differ_from_0_and_1_by_rounding_only(design: str, pr
         assert 0 <= p.entropy() < 0.1
     assert not cp.calibrate(probs).isnan().any()
     assert sampling.inclusion_probs(probs, design).isfinite().all()
-
-
-@pytest.mark.parametrize("gap", GAPS)
-@pytest.mark.parametrize("design", CLOSE)
-def test_the_gate_in_float64(design: str, gap: float) -> None:
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        gate = khot.nn.KHotGate(6, k=2, design=design).double()
-        ahead = torch.rand(6, generator=generator) > 0.6
-        with torch.no_grad():
-            gate.logits.copy_(3 * torch.randn(6, generator=generator) + gap * ahead)
-        out = gate(torch.ones(3, 6, dtype=torch.float64))
-        assert (out.sum(-1) == 2).all()
-        out.sum().backward()
-        assert gate.logits.grad is not None and gate.logits.grad.isfinite().all()

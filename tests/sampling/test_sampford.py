@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -56,20 +54,6 @@ def test_certain_units() -> None:
     assert_close(sampford.joint(certain), certain.unsqueeze(-1) * certain.unsqueeze(-2), 0)
 
 
-def test_other_sizes_cannot_be_drawn() -> None:
-    probs = torch.tensor([0.5, 0.7, 0.8], dtype=torch.float64)
-    assert sampford.log_prob(torch.tensor([1.0, 0.0, 0.0]), probs) == -math.inf
-
-
-def test_joint_at_size() -> None:
-    """Σ_j π_ij = k π_i for any design of fixed size k; and π_ij ≤ π_i π_j for this one."""
-    probs = sigmoid_topk(2 * scores(3, 300), torch.tensor([3, 100, 290]))
-    joint = sampford.joint(probs)
-    assert_close(joint.sum(-1), probs * probs.sum(-1, keepdim=True), 1e-10)
-    off = ~torch.eye(300, dtype=torch.bool)
-    assert (joint <= probs.unsqueeze(-1) * probs.unsqueeze(-2) + 1e-13)[:, off].all()
-
-
 def test_gradients() -> None:
     x = scores(5, seed=2).requires_grad_()
     value = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0])
@@ -82,27 +66,6 @@ def test_gradients() -> None:
     probs = torch.tensor([0.0, 0.5, 0.5, 1.0], dtype=torch.float64, requires_grad=True)
     (g,) = torch.autograd.grad(sampford.log_prob(torch.tensor([0.0, 1.0, 0.0, 1.0]), probs), probs)
     assert g.isfinite().all()
-
-
-def test_same_seed_same_draw() -> None:
-    probs = sigmoid_topk(scores(4, 30), 10)
-    before = torch.get_rng_state()
-    first, second, other = (sampford.draw(probs, seeded(s)) for s in (1, 1, 2))
-    assert (first == second).all()
-    assert (first != other).any()
-    assert (torch.get_rng_state() == before).all()
-
-
-@pytest.mark.parametrize("draws", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_inclusion_of_draws(draws: int) -> None:
-    """Fails at a rate of 1e-6."""
-    probs = subsets.random_probs(20, 12, seed=5)
-    generator, counts = seeded(6), torch.zeros(20, 12)
-    for _ in range(draws // 10_000):
-        x = sampford.draw(probs.expand(10_000, 20, 12), generator)
-        assert (x.sum(-1) == probs.sum(-1).round()).all()
-        counts += x.sum(0)
-    subsets.assert_inclusion(counts, draws, probs)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

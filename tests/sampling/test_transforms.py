@@ -32,7 +32,7 @@ DRAWS: dict[str, Draw] = {
     "exact": lambda x: sampling.sample(khot.sigmoid_topk(x, 3), adjust="exact"),
     "conditional_poisson.sample": lambda x: cp.sample(x, 3),
     "gumbel_topk": lambda x: gumbel_topk(x, 3),
-    "gumbel": lambda x: khot.sample_khot(x, 3, estimator="gumbel"),
+    **{name: lambda x, name=name: khot.sample_khot(x, 3, estimator=name) for name in ("gumbel", "imle")},
     "simple": lambda x: khot.sample_khot(x, 3, estimator="simple"),
 }
 
