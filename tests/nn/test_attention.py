@@ -136,16 +136,6 @@ def test_k_a_query() -> None:
         torch.testing.assert_close(got[..., i, :], topk_attention(q, k, v, each, tau=0.4)[..., i, :])
 
 
-def test_gradcheck() -> None:
-    q, k, v = normal(2, 3, 4), normal(2, 5, 4, seed=1), normal(2, 5, 2, seed=2)
-    mask = torch.ones(3, 5, dtype=torch.bool).tril(1)
-    arguments = [x.requires_grad_() for x in (q, k, v)]
-    tau = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(
-        lambda q, k, v, tau: topk_attention(q, k, v, 2, mask, tau=tau), (*arguments, tau)
-    )
-
-
 def test_compact_support_is_sparse() -> None:
     q, k, _ = qkv(keys=6)
     weights = topk_attention(q, k, torch.eye(6).double().expand(2, 3, 6, 6), 2, tau=0.05, cdf="uniform")
@@ -659,13 +649,6 @@ def test_dropout_drops_the_same_weights_in_both_passes(small_parts: None) -> Non
     assert (topk_attention(q, k, v, 3, dropout_p=0.5) != y).any()
 
 
-def test_refuses_candidates_of_the_layer() -> None:
-    with pytest.raises(ValueError, match="candidates must be at least 1, but got 0"):
-        TopKAttention(4, 2, top_k=1, candidates=0)
-    with pytest.raises(ValueError, match="top_k must be at most candidates = 2, but got 3"):
-        TopKAttention(4, 2, top_k=3, candidates=2)(*[torch.zeros(3, 4)] * 3)
-
-
 def test_refuses() -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match="is_causal"):
@@ -750,20 +733,6 @@ def test_half_precision_attends_to_the_keys_of_float32(dtype: torch.dtype, autoc
             assert torch.equal(attended(q.float(), k.float(), 16), want)
 
 
-def test_half_precision_has_the_gradients_of_float32() -> None:
-    inputs = [normal(64, 16), normal(128, 16, seed=1), normal(128, 5, seed=2)]
-    grad = normal(64, 5, seed=3)
-    gradients = []
-    for dtype in (torch.bfloat16, torch.float64):
-        q, k, v = (x.bfloat16().to(dtype).requires_grad_() for x in inputs)
-        out = topk_attention(q, k, v, 8, tau=0.3)
-        gradients.append(torch.autograd.grad(out, (q, k, v), grad.bfloat16().to(dtype)))
-    for got, want in zip(*gradients, strict=True):
-        assert got.dtype == torch.bfloat16
-        # 2⁻⁹ relative for each of the roundings on the way
-        assert (got.double() - want).norm() < 0.01 * want.norm()
-
-
 def test_the_first_call_does_not_import_sympy() -> None:
     code = (
         "import sys, torch, khot; q = torch.ones(2, 3); khot.nn.topk_attention(q, q, q, 1); "
@@ -830,20 +799,6 @@ def test_all_keys_is_multihead_attention(call: dict[str, Tensor], batch_first: b
     assert (weights is None) == (their_weights is None)
     if weights is not None:
         torch.testing.assert_close(weights, their_weights)
-
-
-def test_without_a_batch_or_biases() -> None:
-    ours, theirs = pair(6, bias=False)
-    x, padding = normal(6, 8), PADDED[1]
-    for got, want in zip(ours(x, x, x, padding), theirs(x, x, x, padding), strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_is_causal_needs_no_mask() -> None:
-    ours, _ = pair(2)
-    x = normal(2, 5, 8)
-    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], ours(x, x, x, attn_mask=causal)[0])
 
 
 def test_soft_in_training_and_hard_in_eval() -> None:

@@ -226,20 +226,6 @@ def test_prices(budget: float, dtype: torch.dtype) -> None:
     assert (hard[0].double() * cost).sum() <= budget
 
 
-def test_prices_learn_what_is_worth_its_price() -> None:
-    """The best choice for a budget of 4, which is not that of the features of most worth."""
-    worth, prices = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.0]), [4.0, 1.0, 1.0, 1.0, 1.0]
-    tau = Anneal(1.0, 0.05, steps=200, schedule="exponential")
-    layer = KHotGate(5, 4.0, cost=prices, tau=tau)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
-    for _ in range(200):
-        optimizer.zero_grad()
-        (-layer(worth).sum()).backward()
-        optimizer.step()
-        tau.step()
-    assert layer.eval().mask.tolist() == [0, 1, 1, 1, 1]
-
-
 def test_prices_are_never_cast_nor_saved_and_come_back() -> None:
     layer = KHotGate(2, 0.3, cost=[0.1, 0.7])
     for moved in (layer.half(), layer.bfloat16(), layer.to(torch.float64)):

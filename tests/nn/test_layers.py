@@ -274,6 +274,29 @@ def test_compiles_whole(row: Layer) -> None:
             torch.testing.assert_close(*grads)
 
 
+# of hard selections the gradient is another's, and balancers move with each step
+@pytest.mark.parametrize(
+    "row",
+    [
+        r
+        for r in LAYERS
+        if r.inputs and not (r.random or re.search("-hard|-batch$|alanced|Balancer|-score", r.name))
+    ],
+    ids=lambda row: row.name,
+)
+def test_gradients(row: Layer) -> None:
+    layer, given = make(row), inputs(row, torch.float64, True)
+    layer(*given)  # the first batch may set what those after it have
+    names, parameters = zip(*layer.named_parameters(), strict=True) if row.owns_parameters else ((), ())
+
+    def f(*leaves: Tensor) -> Tensor:
+        of_layer = dict(zip(names, leaves[len(given) :], strict=True))
+        return first(torch.func.functional_call(layer, of_layer, leaves[: len(given)]))
+
+    leaves = (*given, *(p.detach().clone().requires_grad_() for p in parameters))
+    torch.autograd.gradcheck(f, leaves, fast_mode=True)
+
+
 @each_with_inputs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(row: Layer, dtype: torch.dtype) -> None:

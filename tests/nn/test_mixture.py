@@ -108,26 +108,6 @@ def test_a_k_that_is_nan_by_itself_makes_its_token_nan() -> None:
     assert selection[0].isnan().all() and not selection[1].isnan().any()
 
 
-def test_a_learned_k_finds_out_which_tokens_need_more() -> None:
-    # the target is what 1 or 3 experts say, and the first feature tells which
-    torch.manual_seed(0)
-    router = TokenChoiceRouter(4, 4, 2, learnable_k=True, tau=0.1)
-    with torch.no_grad():
-        router.weight.copy_(torch.tensor([[0, 0.3, 0, 0], [0, 0.2, 0, 0], [0, 0.1, 0, 0], [0, 0.0, 0, 0]]))
-    x = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
-    x[:, 1] = 1
-    many = x[:, 0] > 0
-    target = torch.where(many[:, None], torch.tensor([1, 1, 1, 0]), torch.tensor([1, 0, 0, 0])).float()
-    optimizer = torch.optim.Adam(router.k.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        (router(x).selection - target).square().sum(-1).mean().backward()
-        optimizer.step()
-    k = router(x).selection.sum(-1)
-    assert ((k > 2) == many).double().mean() > 0.9
-    assert k[many].mean() > k[~many].mean() + 1
-
-
 @both
 @pytest.mark.parametrize("training", [True, False])
 def test_padding_goes_to_no_expert_and_does_not_matter(name: str, training: bool) -> None:
@@ -257,18 +237,6 @@ def test_load_figures() -> None:
     assert routing.dropped == 0
     routing = ExpertChoiceRouter(DIM, EXPERTS, 0.5, dtype=torch.float64).eval()(x)
     assert routing.dropped >= 0.5
-
-
-@both
-def test_gradcheck(name: str) -> None:
-    router = make(name, learnable_k=True) if name == "token" else make(name)
-
-    def weights(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        named = dict(zip(dict(router.named_parameters()), parameters, strict=True))
-        routing = torch.func.functional_call(router, named, (x,))
-        return routing.weights, routing.load, routing.entropy
-
-    torch.autograd.gradcheck(weights, (normal(6, DIM).requires_grad_(), *router.parameters()))
 
 
 @both

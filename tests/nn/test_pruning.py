@@ -226,14 +226,6 @@ def test_make_permanent_takes_along_what_was_pruned_together() -> None:
     assert sum(int((model[i].weight == 0).sum()) for i in (0, 2)) == 40
 
 
-def test_gradcheck() -> None:
-    model, x = pruned(), scores(2, 6)
-    names, values = zip(*model.named_parameters(), strict=True)
-    torch.autograd.gradcheck(
-        lambda *given: torch.func.functional_call(model, dict(zip(names, given, strict=True)), x), values
-    )
-
-
 def test_refuses() -> None:
     layer = nn.Linear(6, 5)
     for amount in (-1, 31, 1.5, -0.1):

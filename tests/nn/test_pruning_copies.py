@@ -90,7 +90,6 @@ KINDS: dict[str, Callable[[nn.Module], None]] = {
 GROUPS = {name: kind for name, kind in KINDS.items() if name not in ("one by one", "n of m")}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 each_group = pytest.mark.parametrize("kind", GROUPS.values(), ids=GROUPS)
-each_seed = pytest.mark.parametrize("seed", range(4))
 
 
 # ------------------------------------------------------------------------------------------------ copies

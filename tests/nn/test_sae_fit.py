@@ -157,16 +157,6 @@ def test_the_record() -> None:
     assert 0 < row["dead"] == pytest.approx((other.idle >= 267).double().mean().item())  # 50 · 16 / 3
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_the_mode_is_left_as_it_was(training: bool) -> None:
-    sae = make().train(training)
-    fit_sae(sae, X, 2)
-    assert sae.training == training
-    with pytest.raises(FloatingPointError):
-        fit_sae(sae, X * math.inf, 2)
-    assert sae.training == training
-
-
 def test_a_schedule_of_k_takes_steps() -> None:
     k = Anneal(8, 2)
     sae = make(k=k)
@@ -308,16 +298,6 @@ def test_a_training_that_did_not_begin_gives_no_length() -> None:
         assert sae.k.steps == (100 if began else None)  # type: ignore[union-attr]
         fit_sae(sae, X, 7)
         assert sae.k.steps == (100 if began else 7)  # type: ignore[union-attr]
-
-
-def test_leaves_no_gradients() -> None:
-    sae = make()
-    sae.loss(X).backward()
-    with pytest.raises(ValueError, match="have shape"):
-        fit_sae(sae, [X[:, :4]], 2)
-    assert all(p.grad is not None for p in sae.parameters())
-    fit_sae(sae, X, 2)
-    assert all(p.grad is None for p in sae.parameters())
 
 
 # ------------------------------------------------------------------------- the terms of the loss
@@ -578,20 +558,3 @@ def test_modules_that_do_more_in_train_are_asked_both_ways() -> None:
     loss_recovered(model, "block", make(), TOKENS)
     assert not model.head.merged
     torch.testing.assert_close(model.head.weight.detach(), weight)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_frozen_part_stays_frozen(seed: int) -> None:
-    """What was judged, or trained, learns and counts afterwards as if it had not been."""
-    draw = torch.Generator().manual_seed(seed)
-    model = Deep()
-    for module in model.modules():
-        module.training = bool(torch.rand((), generator=draw) < 0.5)
-    want = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss_recovered(model, "embed", model.sae, TOKENS)
-        unexplained(model.sae, X)
-        for each in (model, want):
-            each(TOKENS)
-    torch.testing.assert_close(model.state_dict(), want.state_dict(), rtol=0, atol=0)
