@@ -238,9 +238,11 @@ def good(call: Callable[..., Any], **odd: Any) -> dict[str, Any]:
     return found
 
 
-def of_function(name: str, odd: dict[str, Any], **more: Any) -> Row:
-    call = PUBLIC[name.partition(" ")[0]]
-    return Row(call, good(call, **odd), **more)
+def of(
+    call: Callable[..., Any], odd: dict[str, Any], roles: dict[str, str] | None = None, **fine: Any
+) -> Row:
+    """The row of a call with its defaults and what is good elsewhere, but for what is ``odd``."""
+    return Row(call, good(call, **odd), roles or {}, fine)
 
 
 PROJECTION = {"method": "projection", "regularization": "kl"}
@@ -291,7 +293,7 @@ FUNCTIONS = [name for name, call in PUBLIC.items() if inspect.isfunction(call) a
 FUNCTIONS = [name for name in FUNCTIONS if ".distributions." not in name]
 ROWS: dict[str, Row] = {
     **{
-        name: of_function(name, ODD.get(name, {}), roles=ODD_ROLES.get(name, {}), fine=FINE.get(name, {}))
+        name: of(PUBLIC[name.partition(" ")[0]], ODD.get(name, {}), ODD_ROLES.get(name), **FINE.get(name, {}))
         for name in (*FUNCTIONS, "khot.soft_rank by projection", "khot.soft_sort by projection")
     },
     # distributions: constructors, then what takes a tensor
@@ -316,16 +318,14 @@ ROWS: dict[str, Row] = {
     "khot.distributions.ConditionalPoisson.log_prob": Row(
         distributions.ConditionalPoisson(2, X, validate_args=True).log_prob, {"value": TWO_OF_FOUR}
     ),
-    "khot.distributions.RelaxedKHot.log_prob": Row(
-        distributions.RelaxedKHot(1.0, 2, X, validate_args=True).log_prob,
-        {"value": PROBS},
-        {"value": "scores"},
-    ),
-    "khot.distributions.LogitRelaxedKHot.log_prob": Row(
-        distributions.LogitRelaxedKHot(1.0, 2, X, validate_args=True).log_prob,
-        {"value": X},
-        {"value": "scores"},
-    ),
+    **{
+        f"khot.distributions.{name}.log_prob": Row(
+            getattr(distributions, name)(1.0, 2, X, validate_args=True).log_prob,
+            {"value": value},
+            {"value": "scores"},
+        )
+        for name, value in (("RelaxedKHot", PROBS), ("LogitRelaxedKHot", X))
+    },
     **{
         f"khot.distributions.{p}.enumerate_support": Row(
             getattr(distributions, p)(2, logits=X).enumerate_support, {}
@@ -339,58 +339,39 @@ ROWS: dict[str, Row] = {
         distributions.capped_simplex(2).check, {"value": PROBS}, {"value": "scores"}
     ),
     # losses
-    "khot.losses.TopKCrossEntropyLoss": Row(
+    "khot.losses.TopKCrossEntropyLoss": of(
         losses.TopKCrossEntropyLoss,
-        {
-            "k": 2,
-            "dim": -1,
-            "tau": 1.0,
-            "cdf": "logistic",
-            "top1_mode": "softmax",
-            "m": 3,
-            "ignore_index": 1,
-            "label_smoothing": 0.0,
-            "reduction": "mean",
-        },
+        {"m": 3, "ignore_index": 1, "top1_mode": "softmax"},
         {"k": "integer", "dim": "dim type", "top1_mode": "name", "m": "size", "ignore_index": "dim type"},
-        {"k": (N + 1,)},  # the number of classes is not known yet
+        k=(N + 1,),  # the number of classes is not known yet
     ),
     "khot.losses.TopKCrossEntropyLoss.forward": Row(
         losses.TopKCrossEntropyLoss(2), {"input": X, "label": torch.tensor([0, 1])}
     ),
-    "khot.losses.FenchelYoungTopKLoss": Row(
-        losses.FenchelYoungTopKLoss,
-        {"k": 2.0, "dim": -1, "tau": 1.0, "cdf": "logistic", "reduction": "mean"},
-        {"dim": "dim type"},
-        {"k": (N + 0.5, N + 1)},
+    "khot.losses.FenchelYoungTopKLoss": of(
+        losses.FenchelYoungTopKLoss, {"k": 2.0}, {"dim": "dim type"}, k=(N + 0.5, N + 1)
     ),
     "khot.losses.FenchelYoungTopKLoss.forward": Row(
         losses.FenchelYoungTopKLoss(2), {"input": X, "target": TWO_OF_FOUR}, {"target": "target"}
     ),
     # layers
-    "khot.nn.Anneal": Row(
+    "khot.nn.Anneal": of(
         khot.nn.Anneal,
-        {"start": 1.0, "end": 2.0, "steps": 3, "schedule": "linear", "wait": 1},
+        {"start": 1.0, "end": 2.0, "steps": 3, "wait": 1, "schedule": "linear"},
         {"start": "number", "end": "number", "wait": "times"},
     ),
-    "khot.nn.SoftTopK": Row(
-        khot.nn.SoftTopK,
-        {"k": 2, "dim": -1, "tau": 1.0, "cdf": "logistic"},
-        {"k": "positive", "dim": "dim type"},
-    ),
+    "khot.nn.SoftTopK": of(khot.nn.SoftTopK, {}, {"k": "positive", "dim": "dim type"}),
     "khot.nn.SoftTopK.forward": Row(khot.nn.SoftTopK(1), {"input": X, "mask": MASK}),
     "khot.nn.SoftTopK.forward in eval mode": Row(khot.nn.SoftTopK(1).eval(), {"input": X, "mask": MASK}),
-    "khot.nn.KHotGate": Row(
+    "khot.nn.KHotGate": of(
         khot.nn.KHotGate,
-        {"n": N, "k": 2, "tau": 1.0, "estimator": "second_order", "design": "systematic"},
-        fine={"k": (None,), "tau": (None,), "design": (None,)},
+        {"n": N, "tau": 1.0, "estimator": "second_order", "design": "systematic", "cost": None},
+        **dict.fromkeys(("k", "tau", "design"), (None,)),
     ),
     "khot.nn.KHotGate.forward": Row(khot.nn.KHotGate(N, 2, design="systematic"), {"input": X}),
     "khot.nn.KHotGate.forward in eval mode": Row(khot.nn.KHotGate(N, 2).eval(), {"input": X}),
-    "khot.nn.SoftKNN": Row(
-        khot.nn.SoftKNN,
-        {"k": 2, "num_classes": 3, "tau": 1.0, "cdf": "logistic"},
-        fine={"k": (N + 0.5, N + 1, math.inf)},  # more than there are: all
+    "khot.nn.SoftKNN": of(  # more than there are: all
+        khot.nn.SoftKNN, {"num_classes": 3}, k=(N + 0.5, N + 1, math.inf)
     ),
     "khot.nn.SoftKNN.forward": Row(
         khot.nn.SoftKNN(2, 2), {**QUERIES, "mask": torch.ones(2, 4, dtype=torch.bool)}
@@ -401,11 +382,11 @@ ROWS: dict[str, Row] = {
     ),
     "khot.nn.SoftKNN.predict": Row(khot.nn.SoftKNN(2, 2).predict, QUERIES),
     **{
-        f"khot.nn.{name}": Row(
+        f"khot.nn.{name}": of(
             getattr(khot.nn, name),
-            {"in_features": 4, "num_experts": 3, "tau": 1.0, "cdf": "logistic", **more},
+            {"in_features": 4, "num_experts": 3, **more},
             {"balancer": "balancer"},
-            fine={"in_features": (0,)},
+            in_features=(0,),
         )
         for name, more in {
             "TokenChoiceRouter": {"k": 2, "balancer": None},
@@ -413,41 +394,39 @@ ROWS: dict[str, Row] = {
             "BalancedRouter": {"k": 2},
         }.items()
     },
-    "khot.nn.TopKRouter": Row(
+    "khot.nn.TopKRouter": of(
         khot.nn.TopKRouter,
         {
             "in_features": 4,
             "num_experts": 6,
-            "k": 2,
-            "scores": "softmax",
-            "scale": 1.0,
             "jitter": 0.1,
             "capacity": 1.0,
+            "scale": 1.0,
             "groups": 3,
             "top_groups": 2,
             "balancer": None,
         },
         {
+            **dict.fromkeys(("k", "groups", "top_groups"), "size"),
             "balancer": "balancer",
-            "k": "size",
-            "groups": "size",
-            "top_groups": "size",
             "jitter": "share",
             "scores": "name",
             "scale": "positive",
         },
-        fine={"in_features": (0,), "capacity": (0, None, math.inf), "top_groups": (None,)},
+        in_features=(0,),
+        capacity=(0, None, math.inf),
+        top_groups=(None,),
     ),
     "khot.nn.TopKRouter.forward": Row(khot.nn.TopKRouter(4, 3, 2), TOKENS),
     "khot.nn.TokenChoiceRouter.forward": Row(khot.nn.TokenChoiceRouter(4, 3, 2), TOKENS),
     "khot.nn.ExpertChoiceRouter.forward": Row(khot.nn.ExpertChoiceRouter(4, 3), TOKENS),
     "khot.nn.BalancedRouter.forward": Row(khot.nn.BalancedRouter(4, 3, 2), TOKENS),
     "khot.nn.BalancedRouter.forward in eval mode": Row(khot.nn.BalancedRouter(4, 3, 2).eval(), TOKENS),
-    "khot.nn.QuantileBalancer": Row(
+    "khot.nn.QuantileBalancer": of(
         khot.nn.QuantileBalancer,
-        {"num_experts": N, "k": 2, "bins": 64, "ema": 0.5, "groups": 2, "top_groups": 2},
-        {"k": "size", "bins": "size", "ema": "share", "groups": "size", "top_groups": "size"},
-        fine={"top_groups": (None,)},
+        {"num_experts": N, "bins": 64, "ema": 0.5, "groups": 2, "top_groups": 2},
+        {"ema": "share", **dict.fromkeys(("k", "bins", "groups", "top_groups"), "size")},
+        top_groups=(None,),
     ),
     "khot.nn.QuantileBalancer.forward": Row(
         khot.nn.QuantileBalancer(N, 2), {"scores": X, "mask": MASK[:, 0]}, {"scores": "scores"}
@@ -459,20 +438,11 @@ ROWS: dict[str, Row] = {
         khot.nn.MixtureOfExperts(khot.nn.TokenChoiceRouter(4, 3, 2), [nn.Linear(4, 2) for _ in range(3)]),
         TOKENS,
     ),
-    "khot.nn.TopKSAE": Row(
+    "khot.nn.TopKSAE": of(
         khot.nn.TopKSAE,
-        {
-            "in_features": 3,
-            "latents": N,
-            "k": 2,
-            "tau": 1.0,
-            "cdf": "logistic",
-            "revive": 9,
-            "widths": [2],
-            "refine": 1,
-        },
+        {"in_features": 3, "latents": N, "tau": 1.0, "revive": 9, "widths": [2], "refine": 1},
         {"revive": "positive", "widths": "widths", "refine": "times"},
-        fine={"revive": (None,), "widths": (None,)},
+        **dict.fromkeys(("revive", "widths"), (None,)),
     ),
     "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X, "loss": "mse"}, {"loss": "name"}),
     "khot.nn.TopKSAE.forward in eval mode": Row(
@@ -482,32 +452,28 @@ ROWS: dict[str, Row] = {
     "khot.nn.TopKSAE.loss_parts": Row(
         khot.nn.TopKSAE(4, 6, 2).loss_parts, {"input": X, "kind": "log"}, {"kind": "name"}
     ),
-    "khot.nn.fit_sae": Row(
+    "khot.nn.fit_sae": of(
         partial(khot.nn.fit_sae, khot.nn.TopKSAE(4, 6, 2)),
         {
             "activations": X,
             "steps": 1,
             "batch_size": 2,
             "lr": 1e-3,
-            "decay": 0.2,
             "average": 0.5,
-            "kind": "log",
             "every": 1,
             "save_every": 1,
             "callback": None,
             "checkpoint": None,
         },
         {
-            "activations": "scores",
             **dict.fromkeys(("batch_size", "every", "save_every"), "size"),
+            **dict.fromkeys(("decay", "average"), "share"),
+            **dict.fromkeys(("callback", "checkpoint"), "function"),
+            "activations": "scores",
             "lr": "number",
-            "decay": "share",
-            "average": "share",
             "kind": "name",
-            "callback": "function",
-            "checkpoint": "function",
         },
-        {"average": (None,)},
+        average=(None,),
     ),
     "khot.nn.unexplained": Row(
         partial(khot.nn.unexplained, khot.nn.TopKSAE(4, 6, 2)), {"activations": X}, {"activations": "scores"}
@@ -532,47 +498,39 @@ ROWS: dict[str, Row] = {
             "layout": "dictionary_learning",
             "k": 2,
         },
-        {"source": "function", "layout": "function", "k": "function"},
+        dict.fromkeys(("source", "layout", "k"), "function"),
     ),
-    "khot.nn.topk_attention": Row(
+    "khot.nn.topk_attention": of(
         khot.nn.topk_attention,
-        {
-            **ATTENDED,
-            "top_k": 2.0,
-            "attn_mask": torch.ones(3, 5, dtype=torch.bool),
-            "tau": 1.0,
-            "cdf": "logistic",
-        },
+        {**ATTENDED, "top_k": 2.0, "attn_mask": torch.ones(3, 5, dtype=torch.bool)},
         {"value": "scores"},
-        {"top_k": (N + 0.5, N + 1, math.inf), "attn_mask": (None,)},
+        top_k=(N + 0.5, N + 1, math.inf),
+        attn_mask=(None,),
     ),
-    "khot.nn.topk_attention candidates": Row(
+    "khot.nn.topk_attention candidates": of(
         khot.nn.topk_attention,
-        {**ATTENDED, "top_k": 2.0, "candidates": 4, "tau": 1.0, "cdf": "logistic"},
+        {**ATTENDED, "top_k": 2.0, "candidates": 4},
         {"value": "scores", "candidates": "size"},
-        {"candidates": (None,)},
+        candidates=(None,),
     ),
-    "khot.nn.topk_attention gap": Row(
+    "khot.nn.topk_attention gap": of(
         partial(khot.nn.topk_attention, hard=True),
-        {**ATTENDED, "top_k": 2.0, "gap": 1.0, "tau": 1.0, "cdf": "logistic"},
+        {**ATTENDED, "top_k": 2.0, "gap": 1.0},
         {"value": "scores", "gap": "share"},
-        {"gap": (None, 1.1, 5), "top_k": (N + 0.5, N + 1, math.inf)},
+        gap=(None, 1.1, 5),
+        top_k=(N + 0.5, N + 1, math.inf),
     ),
-    "khot.nn.selected_attention": Row(
+    "khot.nn.selected_attention": of(
         khot.nn.selected_attention,
-        {
-            **ATTENDED,
-            "indices": torch.zeros(2, 3, 2, dtype=torch.int64),
-            "attn_mask": torch.ones(3, 2).bool(),
-        },
+        {**ATTENDED, "indices": torch.zeros(2, 3, 2).long(), "attn_mask": torch.ones(3, 2).bool()},
         {"value": "scores"},
-        {"attn_mask": (None,)},
+        attn_mask=(None,),
     ),
-    "khot.nn.TopKAttention": Row(
+    "khot.nn.TopKAttention": of(
         khot.nn.TopKAttention,
-        {"embed_dim": 4, "num_heads": 2, "top_k": 2, "tau": 1.0, "cdf": "logistic", "gap": 1.0},
+        {"embed_dim": 4, "num_heads": 2, "top_k": 2, "gap": 1.0},
         {"top_k": "positive", "embed_dim": "size", "num_heads": "size", "gap": "share"},
-        {"gap": (None, 1.1, 5)},
+        gap=(None, 1.1, 5),
     ),
     "khot.nn.TopKAttention.forward": Row(
         khot.nn.TopKAttention(4, 2, 2, batch_first=True), ATTENDED, {"value": "scores"}

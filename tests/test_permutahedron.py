@@ -374,18 +374,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"w": W.where(W > 1, bad)}, ValueError, f"w must be finite, but got {bad}")
         for bad in (NAN, INF, -INF)
     ),
-    ({"w": [4, 3, 2, 1]}, TypeError, "w must be a torch.Tensor"),
-    ({"w": W.bool()}, TypeError, "w must be a real number"),
-    *(({"tau": tau}, ValueError, "tau must be finite and > 0") for tau in (0, -1.0, NAN, INF, f64(-1.0))),
-    ({"tau": torch.ones(3)}, ValueError, "tau must broadcast"),
     ({"regularization": "l1"}, ValueError, "regularization must be one of 'l2', 'kl', but got 'l1'"),
-    ({"regularization": 2}, TypeError, "regularization must be a name"),
     ({"p": 1.1}, ValueError, "p must lie in [1.15, 3], but got 1.1"),
-    ({"p": "2"}, TypeError, "p must be a number"),
     ({"p": 1.5, "regularization": "kl"}, ValueError, "p must be left out with regularization='kl'"),
-    ({"mask": torch.ones(4)}, TypeError, "mask must have dtype torch.bool"),
-    ({"input": X.long()}, TypeError, "input must have a floating-point dtype"),
-    ({"dim": 2}, IndexError, "dim must be in"),
 ]
 
 
@@ -406,14 +397,9 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], said: st
     ("options", "error", "said"),
     [
         ({"method": "pav"}, ValueError, "method must be one of 'count', 'projection', but got 'pav'"),
-        ({"method": None}, TypeError, "method must be a name"),
         ({"regularization": "entropy"}, ValueError, "regularization must be one of 'l2', 'kl'"),
         ({"cdf": "logistic"}, ValueError, "cdf must be left out with method='projection'"),
         ({"method": "count", "regularization": "kl"}, ValueError, "regularization must be left out"),
-        *(
-            ({"tau": tau}, ValueError, "tau must be finite and > 0")
-            for tau in (0, -1.0, NAN, f64([1.0, 0.0]))
-        ),
     ],
 )
 def test_bad_methods(

@@ -214,21 +214,6 @@ def test_theorem_2_of_soft_ot_topk_bounds_the_bias(epsilon: float) -> None:
                 assert math.sqrt(2) * difference.norm() / n <= bound + 1e-15
 
 
-@pytest.mark.parametrize("epsilon", [1e-3, 0.03, 1.0])
-def test_bias_of_the_sorted_form(epsilon: float) -> None:
-    """The step of Theorem 2's proof that holds for any number of anchors: ⟨C, Γ^ε − Γ*⟩ ≤ ε × the difference
-    of the entropies, which is at most ln(k + 1)."""
-    for seed in range(10):
-        n, k = 20, 4
-        x = normal(n, seed=seed)
-        y = sorted_soft_topk(x, k, epsilon=epsilon)
-        plan = torch.cat((y, 1 - y.sum(0, keepdim=True))) / n
-        hard = sorted_soft_topk(x, k, epsilon=1e-9)
-        hard = torch.cat((hard, 1 - hard.sum(0, keepdim=True))) / n
-        excess = ((plan - hard) * torch.from_numpy(cost(x.numpy(), k).T)).sum()
-        assert -1e-12 <= excess <= epsilon * math.log(k + 1)
-
-
 # ---------------------------------------------------------------------------------- the solver
 
 
@@ -457,18 +442,8 @@ def test_rows_without_an_answer_are_nan_and_spoil_no_other() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"k": 0}, ValueError, r"k must be an integer in \[1, 4\], but got 0"),
-        ({"k": 5}, ValueError, r"k must be an integer in \[1, 4\], but got 5"),
-        ({"k": 2.0}, TypeError, "k must be an int, but got float"),
-        ({"k": True}, TypeError, "k must be an int, but got bool"),
-        ({"k": torch.tensor(2)}, TypeError, "k must be an int, but got Tensor"),
-        ({"epsilon": 0.0}, ValueError, "epsilon must be finite and > 0, but got 0.0"),
-        ({"epsilon": INF}, ValueError, "epsilon must be finite and > 0"),
         ({"epsilon": f64([1.0, -1.0])}, ValueError, "epsilon must be finite and > 0, but got -1.0"),
         ({"epsilon": torch.ones(3)}, ValueError, r"epsilon must broadcast with the batch shape \(2,\)"),
-        ({"epsilon": "1"}, TypeError, "epsilon must be a real number or tensor"),
-        ({"dim": 2}, IndexError, r"dim must be in \[-2, 1\], but got 2"),
-        ({"input": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "input must have a floating-point dtype"),
         ({"input": torch.empty(3, 0), "k": 1}, ValueError, r"k must be an integer in \[1, 0\]"),
         ({"input": torch.tensor([1.0, -INF, -INF])}, ValueError, "k must lie in .* row with 1"),
     ],

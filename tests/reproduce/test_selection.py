@@ -15,7 +15,6 @@ from reproduce.papers import (
     balancing,
     experts,
     feature_selection,
-    learning_k,
     permutation,
     polynomial,
     topk_loss,
@@ -61,40 +60,6 @@ def test_stopped_training_goes_on_to_the_same_figures(
         assert part == whole[:2]
         assert (tmp_path / "part.pt").exists()
         assert rows(module, options, trial, tmp_path / "part.pt") == whole
-
-
-def final(module: Any, options: dict[str, Any], trial: Trial, path: Path) -> Row:
-    return rows(module, {**options, "points": 1}, trial, path)[-1]
-
-
-@pytest.mark.parametrize("method", ["gumbel", "second_order"])
-def test_selection_learns(method: str, tmp_path: Path) -> None:
-    """8 of 64 pixels are chosen. The loss is 0.42 if each pixel is predicted by its mean, without seeing any.
-
-    Over seeds 0 to 2 it is 0.32 to 0.34. At first 34 to 42 % of a sample lie on the k largest logits, at the
-    end 79 to 87 %.
-    """
-    options = {"k": 8, "steps": 500, "lr": 0.03}
-    row = final(feature_selection, options, {"method": method, "seed": 0}, tmp_path / "x.pt")
-    assert float(row["test_loss"]) < 0.36
-    assert float(row["settled"]) > 0.7
-    assert len(str(row["chosen"]).split()) == 8
-
-
-@pytest.mark.parametrize("k", [6, 40])
-def test_learned_size_comes_to_the_same_place(k: int, tmp_path: Path) -> None:
-    """Over seeds 0 to 2 it is 19.1 to 21.0 from 6, and 24.2 to 24.4 from 40."""
-    options = {"steps": 400, "logits_lr": 0.05}
-    row = final(learning_k, options, {"size": "learned", "k": k, "seed": 0}, tmp_path / "x.pt")
-    assert 16 < float(row["final_size"]) < 28
-
-
-def test_vae_learns(tmp_path: Path) -> None:
-    """Pixels at their mean, without a latent, have a loss of 27.1; over seeds 0 to 2 it is 21.2 to 21.4."""
-    trial: Trial = {"size": "small", "method": "gumbel", "seed": 0}
-    row = final(vae, {"steps": 200, "lr": 1e-3}, trial, tmp_path / "x.pt")
-    assert float(row["test_loss"]) < 22.5
-    assert float(row["test_loss"]) == pytest.approx(float(row["reconstruction"]) + float(row["divergence"]))
 
 
 @pytest.mark.parametrize("method", methods.METHODS)
