@@ -170,12 +170,6 @@ def test_other_calls_of_topk_take_the_ordinary_way(seen: list[recorded.Launch]) 
         assert answered == [False]
 
 
-def test_columns_of_more_dimensions(seen: list[recorded.Launch]) -> None:
-    mask = scores(3, 1) > -0.5
-    agrees(lambda x: khot.soft_topk(x, x.new_full((2, 5), 1.5), 1, mask=mask), scores(2, 3, 5))
-    agrees(lambda x: khot.soft_sort(x, 0, descending=True), scores(4, 3, 5), "soft_sort")
-
-
 @pytest.mark.parametrize("name", COLUMNS)
 def test_prepared_launches_of_columns(name: str, seen: list[recorded.Launch]) -> None:
     entry, call = COLUMNS[name]
@@ -290,15 +284,6 @@ def test_what_is_read_again_is_not_to_be_changed(seen: list[recorded.Launch]) ->
         y.sum().backward()
 
 
-@pytest.mark.parametrize("shape", [(37, 33), (7,), (2, 3, 16), (5, 1)], ids=str)
-def test_results_are_those_of_the_ordinary_way(shape: tuple[int, ...], seen: list[recorded.Launch]) -> None:
-    k = min(2, shape[-1] / 2)
-    agrees(lambda x: khot.soft_topk(x, k, tau=0.7), scores(*shape))
-    agrees(lambda x: khot.soft_topk(x, k, hard=True), scores(*shape))
-    if len(shape) == 3:
-        agrees(lambda x: khot.log_soft_topk(x, k, x.dim() - 1), scores(*shape))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cdf", CDFS)
 def test_every_cdf_and_dtype_is_taken(cdf: Any, dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
@@ -339,20 +324,6 @@ def test_layers_take_the_same_way(seen: list[recorded.Launch]) -> None:
         with answers("soft_topk_of_selectable") as answered:
             found = with_gradient(layer, x, grad)
         assert answered == [True] and same(found, wanted)
-
-
-@pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
-def test_hard_calls_choose_among_what_may_be_selected(
-    masked: bool, largest: bool, seen: list[recorded.Launch]
-) -> None:
-    mask = COST > 0.5 if masked else None
-    agrees(
-        lambda x: khot.soft_topk(x, 3, largest=largest, mask=mask, hard=True),
-        scores(6, 32),
-        "soft_topk",
-        False,
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -439,19 +410,6 @@ def test_a_mask_is_not_to_be_changed_before_the_gradient(seen: list[recorded.Lau
     mask.logical_not_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("operator", [khot.soft_rank, khot.soft_sort])
-def test_either_order_is_a_launch_each_way(
-    operator: Callable[..., Tensor], descending: bool, seen: list[recorded.Launch]
-) -> None:
-    x, call = scores(6, 32), partial(operator, descending=descending)
-    prepare(call, x)
-    seen.clear()
-    with answers(operator.__name__) as answered:
-        with_gradient(call, x, x.flip(0))
-    assert answered == [True] and len(seen) == 2
 
 
 def test_results_may_be_changed_in_place(seen: list[recorded.Launch]) -> None:

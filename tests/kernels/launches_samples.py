@@ -96,19 +96,6 @@ def test_prepared_launches_have_the_arguments_of_tritons(name: str, seen: list[r
     assert all(map(same_launch, own, wanted))
 
 
-def test_rows_with_a_nan(seen: list[recorded.Launch]) -> None:
-    x = scores(6, 32)
-    x[2, 5] = torch.nan
-    call = SAMPLES["default"]
-    with ordinary():
-        wanted, _ = with_state(call, x, True)
-    with_state(call, x, True)
-    with answers("sample_khot") as answered:
-        found, _ = with_state(call, x, True)
-    assert answered == [True] and found[0][2].isnan().all() and not found[0][:2].isnan().any()
-    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, wanted, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_samples_of_probabilities(dtype: torch.dtype, seen: list[recorded.Launch]) -> None:
     """Also those of ``k=None``, which are NaN only where a logit is."""
@@ -130,23 +117,6 @@ def test_samples_of_probabilities(dtype: torch.dtype, seen: list[recorded.Launch
         assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7)) and found.dtype == wanted.dtype
         assert torch.equal(one.get_state(), other.get_state())
         assert found.isnan().sum() == {"sample": 32, "size": 1, "second order": 0}[name]
-
-
-def test_samples_have_second_derivatives(seen: list[recorded.Launch]) -> None:
-    x, v = scores(6, 32).requires_grad_(), scores(6, 32).flip(0)
-
-    def derivatives() -> list[Tensor]:
-        torch.manual_seed(0)
-        (dx,) = torch.autograd.grad(khot.sample_khot(x, 3), x, v, create_graph=True)
-        return [dx.detach(), *torch.autograd.grad(dx.square().sum(), x)]
-
-    with ordinary():
-        wanted = derivatives()
-    prepare(lambda x: khot.sample_khot(x, 3), x)
-    with answers("sample_khot") as answered:
-        found = derivatives()
-    assert answered == [True]
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(found, wanted, strict=True))
 
 
 def gate(dtype: torch.dtype = torch.float32, k: float | None = 3) -> khot.nn.KHotGate:
@@ -250,30 +220,6 @@ def test_gradients_of_many_rows_are_summed_in_float(seen: list[recorded.Launch])
     assert torch.equal(found[2].isfinite(), wanted[2].isfinite())
 
 
-def test_gates_are_differentiated_again_and_in_batches(seen: list[recorded.Launch]) -> None:
-    layer, x = gate(), scores(6, 32)
-    with ordinary():
-        wanted = gated(layer, x, batch=(3,), is_grads_batched=True)
-    gated(layer, x)
-    with answers("gated") as answered:
-        found = gated(layer, x, batch=(3,), is_grads_batched=True)
-    assert answered == [True] and torch.equal(found[0], wanted[0])
-    assert all(
-        torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found[1:3], wanted[1:3], strict=True)
-    )
-
-    def second() -> Tensor:
-        torch.manual_seed(5)
-        (g,) = torch.autograd.grad(layer(x).square().sum(), layer.logits, create_graph=True)
-        return torch.autograd.grad(g.square().sum(), layer.logits)[0]
-
-    with ordinary():
-        of_ordinary = second()
-    with answers("gated") as answered:
-        assert torch.allclose(second(), of_ordinary, rtol=1e-5, atol=1e-6)
-    assert answered == [True]
-
-
 @pytest.mark.parametrize("make", [gate, lambda: khot.nn.SoftTopK(3)], ids=["gate", "soft top-k"])
 def test_layers_in_checkpoints(make: Callable[[], torch.nn.Module], seen: list[recorded.Launch]) -> None:
     layer, x = make(), scores(6, 32)
@@ -281,11 +227,6 @@ def test_layers_in_checkpoints(make: Callable[[], torch.nn.Module], seen: list[r
         leaf = x.clone().requires_grad_()
         checkpoint(lambda x: layer(x) * 1, leaf, use_reentrant=False).sum().backward()
         assert leaf.grad is not None and leaf.grad.isfinite().all()
-
-
-def test_a_gate_refuses_a_number(seen: list[recorded.Launch]) -> None:
-    with pytest.raises(ValueError, match=r"input must have shape \(\.\.\., 32\)"):
-        gate()(torch.tensor(1.0))
 
 
 def test_other_gates_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
@@ -335,23 +276,6 @@ def test_other_samples_take_the_ordinary_way(seen: list[recorded.Launch]) -> Non
         with answers("sample_khot") as answered, pytest.raises((ValueError, TypeError), match=message):
             call()
         assert answered == [False] and torch.equal(torch.get_rng_state(), state)
-
-
-def test_long_rows_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
-    x = scores(1, 5_000)
-    for _ in range(2):
-        with answers("sample_khot") as answered:
-            khot.sample_khot(x, 3)
-        assert answered == [False]
-
-
-def test_profiles_show_both_operators(seen: list[recorded.Launch]) -> None:
-    x = scores(6, 32).requires_grad_()
-    prepare(SAMPLES["default"], x)
-    with torch.autograd.profiler.profile(use_kineto=False) as profile:
-        khot.sample_khot(x, 3).sum().backward()
-    shown = {event.name for event in profile.function_events or []}
-    assert {"khot::soft_topk", "khot::pareto_sample", "khot::soft_topk_backward"} <= shown
 
 
 def test_launches_lie_within_what_profiles_show(seen: list[recorded.Launch]) -> None:

@@ -179,37 +179,6 @@ def test_many_short_rows_with_few_undecided_entries(cdf: str, costs: str, share:
             assert (far(found, wanted)[exact] <= 2e-5 * (1 + wanted.abs().amax())).all()
 
 
-@every_form
-def test_costs_of_masked_entries_are_ignored(by: str) -> None:
-    x, w = torch.randn(3, 40), torch.rand(3, 40) + 0.1
-    budget = w.sum(-1).double() / 2
-    x[:, 3] = -INF
-    rest = (budget, *numbers(1.0), "logistic", 0.0, by, False)
-    want = torch.ops.khot.soft_budget(x, w, *rest)[0]
-    w[0, 3], w[1, 3], w[2, 3] = -1, INF, math.nan
-    assert (far(torch.ops.khot.soft_budget(x, w, *rest)[0], want) <= 1e-6).all()
-
-
-@every_form
-@pytest.mark.parametrize("shape", [(1, 50), (6, 1), (1, 1), (50,), (1,)], ids=str)
-def test_costs_that_are_expanded(by: str, shape: tuple[int, ...]) -> None:
-    x, w = torch.randn(6, 50), torch.rand(shape) + 0.5
-    whole = w.expand(6, 50).contiguous()
-    budget = whole.sum(-1).double() / 3
-    rest = (*numbers(0.5), "normal", 0.0, by, False)
-    want = torch.ops.khot.soft_budget(x, whole, budget, *rest)
-    for cost in (w, w.expand(6, 50)):
-        got = torch.ops.khot.soft_budget(x, cost, budget, *rest)
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
-        one = torch.ones_like(budget)
-        grads = torch.ops.khot.soft_budget_backward(x, one, x, cost, *got[1:], *rest)
-        for a, b in zip(
-            grads, torch.ops.khot.soft_budget_backward(x, one, x, whole, *want[1:], *rest), strict=True
-        ):
-            assert torch.equal(a, b)
-
-
 @every_cdf
 @every_form
 @pytest.mark.parametrize("n", [5_000, 70_000, 200_000])

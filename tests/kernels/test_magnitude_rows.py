@@ -125,16 +125,6 @@ def test_infinite_and_missing_entries_of_long_rows(p: float) -> None:
     assert_as_reference(x, torch.tensor(700), torch.tensor(1.0), p)
 
 
-@each_p
-def test_masked_entries(p: float) -> None:
-    x, mask = normal(40, 30), normal(40, 30, seed=1) > 0
-    mask[:, :6] = True
-    y = khot.soft_topk_magnitude(x, 6, p=p, mask=mask)
-    want = khot.soft_topk_magnitude(x.double(), 6, p=p, mask=mask)
-    torch.testing.assert_close(y.double(), want, rtol=6.1e-8, atol=1e-13)
-    assert (y[~mask] == 0).all()
-
-
 @each_float
 @each_p
 def test_gradients_are_those_of_a_row_by_itself(p: float, dtype: torch.dtype) -> None:

@@ -77,11 +77,12 @@ def test_units_in_their_order(request: pytest.FixtureRequest, where: str, n: int
     kernel, probs = getattr(sys.modules["khot._kernels.triton.designs"], name), rows(n)[0]
     bad = probs[[0, 1, 1, 1, 2]].clone()
     bad[torch.arange(1, 4), n // 2] = torch.tensor([math.nan, 1.5, -0.1], dtype=torch.float64)
-    for x, dtype in (
+    cases = [
         (bad, torch.float64),
         (0.9 * probs[:1].T.contiguous().T, torch.float32),
         (probs[1:].expand(2, 2, n), torch.bfloat16),
-    ):
+    ]
+    for x, dtype in cases if n < 100 else cases[1:2]:
         given = (x.to(dtype), SEED, n * torch.finfo(dtype).eps)
         got, want = kernel(*given), getattr(reference, name)(*given)
         assert got.dtype == dtype
@@ -340,7 +341,7 @@ def test_the_threshold_has_to_be_where_all_keys_are_listed(
     parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an interval that contains some of the thresholds, and lists that go beyond it."""
-    x = torch.rand(24, 41, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.rand(12, 41, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     monkeypatch.setattr(parts, "DEVIATIONS", parts.tl.constexpr(0.7))
     monkeypatch.setattr(parts, "MARGIN", parts.tl.constexpr(0.5))
     drawn = by_formula(parts, x)
@@ -351,7 +352,7 @@ def test_the_threshold_has_to_be_where_all_keys_are_listed(
     # which lies between the last key that is chosen and the first that is not
     last, after = (keys.gather(-1, at.unsqueeze(-1)).squeeze(-1) for at in (k - 1, k))
     assert torch.equal(drawn, (after > -0.7) & (last < 0.7))
-    assert 5 < drawn.sum() < 19
+    assert 2 < drawn.sum() < 10
     assert torch.equal(alone(parts, monkeypatch, x)[0], reference.pareto_sample(x, SEED, LEAST, 1e-6)[0])
 
 

@@ -69,7 +69,7 @@ def test_rows_as_by_the_formula(kernels: ModuleType, n: int) -> None:
 
 
 def test_every_kind_of_row_at_every_tau(kernels: ModuleType) -> None:
-    taus = (1e-250, 1e-30, 0.1, 1.0, 30.0, 1e30, 1e250)
+    taus = (1e-250, 1e-30, 0.1, 30.0, 1e250)
     rows = [(*ROWS[kind](40), f64(tau)) for kind, tau in itertools.product(ROWS, taus)]
     z, w, tau = (torch.stack(values) for values in zip(*rows, strict=True))
     check(kernels, z.float(), w.float(), tau)

@@ -70,8 +70,8 @@ def adversarial(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = scores(n, torch.Generator().manual_seed(n)).to(dtype)
         selectable = int((x > -torch.inf).sum())
         some = [0.0, *oracles.adversarial_ks(selectable), float(selectable)]
-        rows += [x] * 2
-        ks += [min(max(some[(i + j) % len(some)], 0.0), selectable) for j in (0, 4)]
+        rows.append(x)
+        ks.append(min(max(some[(5 * i) % len(some)], 0.0), selectable))
     hard = 2 * torch.randn(8, n, generator=torch.Generator().manual_seed(1)).to(dtype)
     hard[0, 4], hard[1, 7], hard[2, ::2], hard[3, 1::2] = torch.nan, torch.nan, -torch.inf, -torch.inf
     hard[4, :3], hard[5], hard[6, 0], hard[7, -1] = torch.inf, -torch.inf, -torch.inf, torch.inf

@@ -208,7 +208,7 @@ def test_sorts_of_long_rows(
     tau = torch.tensor([0.05, 3.0], dtype=torch.float64).repeat(5)
     eps = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
     check_sorts(kernels, x, tau, eps)
-    check_sorts(kernels, x, tau, eps, want_tau=False)
+    check_sorts(kernels, x[:2], tau[:2], eps, want_tau=False)
     x[0, 3], tau[1] = NAN, 0
     _, t, order, place = kernels.laplace_thresholds(x, None, tau)
     assert t[:2].isnan().all() and not t[2:].isnan().any()

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from khot._kernels.reference import laplace as scans
-from khot._kernels.reference import magnitude, order_statistics, topk_mask
+from khot._kernels.reference import magnitude
 
-either = pytest.mark.parametrize("where", ["kernels", "split"])
 ACCURACY = {torch.float64: 1e-12, torch.float32: 5e-7}
 
 
@@ -47,31 +46,6 @@ def error(got: Tensor, want: Tensor) -> float:
 def small(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small programs, because the interpreter also spends time on the rows of a program that do not exist."""
     monkeypatch.setattr(kernels.layout, "TOGETHER", 64)
-
-
-@either
-def test_mask(request: pytest.FixtureRequest, where: str) -> None:
-    kernels, dtype, n = request.getfixturevalue(where), torch.float32, 33
-    x, k = rows(n, dtype)
-    got, want = kernels.topk_mask(x, k), topk_mask.topk_mask(x, k)
-    assert got.dtype == dtype
-    assert torch.equal(got.nan_to_num(nan=7), want.nan_to_num(nan=7))
-    k = torch.tensor([0.4, 0.5, 1.4, 1.0], dtype=torch.float32).clamp(max=n)  # rounds up from a half
-    assert torch.equal(kernels.topk_mask(x[[0, 1, 0, 7]], k), topk_mask.topk_mask(x[[0, 1, 0, 7]], k))
-
-
-@either
-@pytest.mark.parametrize(
-    ("n", "dtype"), [(1, torch.float64), (33, torch.float32), (33, torch.float16)], ids=str
-)
-def test_order_statistics(request: pytest.FixtureRequest, where: str, dtype: torch.dtype, n: int) -> None:
-    kernels = request.getfixturevalue(where)
-    x, _ = rows(n, dtype)
-    k = torch.tensor([1, (n + 1) // 2, n - 1, n, n + 1, 1.5, torch.nan], dtype=torch.float64)
-    k = torch.stack([k.roll(i)[:2] for i in range(len(x))])
-    got, want = kernels.order_statistics(x, k), order_statistics.order_statistics(x, k)
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    assert not (got.signbit() & (got == 0)).any()
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,6 @@ def kinds(n: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(("cdf", "tau"), [*((cdf, 0.01) for cdf in CDFS), ("logistic", 1.0)])
-def test_rows_of_every_kind(larger: ModuleType, cdf: str, tau: float) -> None:
-    n = 611
-    k = number([6.5, 61.0, n / 2, 5.5, 61.1, 13.0, 5.0, 3.0])
-    check(larger, kinds(n), k, number(tau) if tau == 1 else number([tau] * 8), cdf, "y")
-
-
 def clusters(n: int, tau: float, dtype: torch.dtype) -> Tensor:
     """Two, far apart, of a width of τ each: z has few digits, by which its entries differ."""
     x = tau * torch.randn(2, n, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from budget_rows import CDFS, check_gradients, check_rows, far, numbers, table
+from budget_rows import check_rows, far, numbers
 from khot._kernels.reference import soft_budget as reference
 from noted import Launches
 
@@ -15,19 +15,6 @@ STEPS = 6  # launches that evaluate
 FORWARD = ("_weigh_budget_parts", "_spend_parts", "_rescue_budgets", "_write_budget_parts")
 BACKWARD = ("_pull_parts", "_gradient_parts")
 every_form = pytest.mark.parametrize("by", ["score", "value"])
-
-
-@pytest.mark.parametrize(
-    ("cdf", "by", "tau"),
-    [(cdf, ("score", "value")[i % 2], (1.0, 0.01)[i // 2 % 2]) for i, cdf in enumerate((*CDFS, "uniform"))],
-)
-def test_rows_of_every_kind(split: ModuleType, cdf: str, by: str, tau: float) -> None:
-    """Masked, certain, free and dear entries, and budgets that nothing or everything meets; of which float32
-    does a part."""
-    x, w, budget = (v[::47] for v in table(61, torch.float32, (0.0, 0.02, 0.3, 0.5, 1.0)))
-    at_most = cdf in ("logistic", "uniform")
-    check_rows(split, x, w, budget, tau, cdf, by, at_most)
-    check_gradients(split, x, w, budget, tau, cdf, by, at_most)
 
 
 @every_form

@@ -45,26 +45,6 @@ def check(kernels: ModuleType, x: Tensor, k: Tensor, tau: Tensor, p: float, sign
     assert error(got[1], true[1]) <= 1e-4  # a sum of terms of either sign
 
 
-def kinds(n: int) -> Tensor:
-    """Normal, sorted log-normal, many zeros, two sizes, equal, a gap, infinite of either sign, and NaN."""
-    x = torch.randn(8, n, generator=torch.Generator().manual_seed(n))
-    x[1] = x[1].exp().sort().values
-    x[2, ::3] = 0.0
-    x[3] = x[3].sign() * (1 + (torch.arange(n) % 2))
-    x[4] = 0.25
-    x[5] = torch.where(torch.arange(n) % 50 == 0, 300.0, 1e-3 * x[5])
-    x[6, n // 2 + 1], x[6, n // 3] = torch.inf, -torch.inf
-    x[7, n // 2 + 1] = torch.nan
-    return x
-
-
-@pytest.mark.parametrize(("p", "tau"), [(2.0, 0.01), (4 / 3, 1.0), (1.4, 0.01)])
-def test_rows_of_every_kind(larger: ModuleType, p: float, tau: float) -> None:
-    n = 611
-    k = number([6, 61, n // 2, n // 2, 61, 13, 5, 3])
-    check(larger, kinds(n), k, number(tau) if tau == 1 else number([tau] * 8), p)
-
-
 @pytest.mark.parametrize("p", [2.0, 4 / 3])
 def test_what_may_not_be_selected(larger: ModuleType, p: float) -> None:
     """Every third entry, and all but twelve, of which as many are asked for as there are, or more."""

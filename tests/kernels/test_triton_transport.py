@@ -96,12 +96,6 @@ def test_rows_that_the_program_sorts(kernels: ModuleType, dtype: torch.dtype) ->
         assert result.isnan().any(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 3
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (2, 2), (17, 16), (16, 16)])
-def test_sizes_that_coincide(kernels: ModuleType, n: int, k: int) -> None:
-    x = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
-    check(kernels, x, k, torch.tensor(0.6, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("sorted_entries", [0, 1024])
 def test_rows_in_several_chunks(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, sorted_entries: int
@@ -148,23 +142,6 @@ def test_gradients_where_the_coupling_leaves_the_range_of_float64(kernels: Modul
     dx, depsilon = kernels.sorted_soft_topk_backward(v, x, epsilon, *places)
     assert dx.isfinite().all() and depsilon.isfinite().all()
     assert dx.abs().max() <= 1e-270 and depsilon.abs().max() <= 1e-266
-
-
-def test_arguments_in_any_layout(kernels: ModuleType) -> None:
-    g = torch.Generator().manual_seed(4)
-    epsilon = torch.tensor([[0.5], [0.9]], dtype=torch.float64)
-    x = torch.randn(7, 2, 3, generator=g).movedim(0, -1)
-    want = kernels.sorted_soft_topk(x.contiguous(), 2, epsilon.expand(2, 3).contiguous())
-    got = kernels.sorted_soft_topk(x, 2, epsilon)
-    assert all(map(torch.equal, got, want))
-    for v in (torch.randn(7, 2, 2, 3, generator=g).movedim(0, -1), torch.ones(1).expand(2, 3, 2, 7)):
-        pulled = kernels.sorted_soft_topk_backward(v, x, epsilon, *got[1:])
-        again = kernels.sorted_soft_topk_backward(v.contiguous(), x.contiguous(), epsilon, *got[1:])
-        assert all(map(torch.equal, pulled, again))
-    y, *places = kernels.sorted_soft_topk(x[:0], 2, epsilon[:0])
-    assert y.shape == (0, 3, 2, 7) and places[0].shape == (0, 3, 2)
-    dx, depsilon = kernels.sorted_soft_topk_backward(y, x[:0], epsilon[:0], *places)
-    assert dx.shape == (0, 3, 7) and depsilon.shape == (0, 3)
 
 
 def test_rows_that_newton_leaves_are_swept(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
