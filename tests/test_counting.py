@@ -126,6 +126,7 @@ def test_at_most_ten_passes(name: str, n: int) -> None:
     for scores in oracles.ADVERSARIAL:
         x = row(scores, n)
         cases = [(k, tau) for tau in oracles.TAUS for k in oracles.adversarial_ks(selectable(x))]
+        cases = cases[:: 1 if n == 30 else 3]
         k, tau = torch.tensor(cases, dtype=torch.float64).unbind(-1)
         _, _, passes = reference.solve(x.expand(len(cases), n), k, tau, cdfs.resolve(CDFS[name][0]))
         counts += passes.tolist()

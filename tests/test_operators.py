@@ -33,6 +33,30 @@ every_differentiable = pytest.mark.parametrize(
 every_mask = pytest.mark.parametrize("op", [op for op in OPERATORS if op.selects], ids=lambda op: op.id)
 
 
+#: Whose trace only hands on the name of the CDF, p and which cost is counted.
+HANDED_ON = {"soft_topk", "log_soft_topk", "sparse_topk", "soft_topk_magnitude", "soft_topk_exp"}
+HANDED_ON |= {"soft_budget", "soft_count", "inverse_soft_count"}
+
+
+def graph(op: Operator) -> tuple[str, ...]:
+    """What is traced depends on: elsewhere the name of a smooth CDF or of a compact one is only handed on, as
+    are p and the rule of a quantile; and an ascending order is a descending one of the negative."""
+    alike = {"normal": "logistic", "power": "uniform", "descending": ""}
+    alike |= dict.fromkeys(("higher", "midpoint", "nearest"), "lower") | {"3.00": "1.33"}
+    parts = op.id.removeprefix(op.name).split("-")
+    if op.name in HANDED_ON:
+        parts = ["rescale"] * ("rescale" in parts)
+    return op.name, *filter(None, (alike.get(part, part) for part in parts))
+
+
+DISTINCT = list({graph(op): op for op in reversed(OPERATORS)}.values())
+# what has no arithmetic of a CDF in it
+every_distinct = pytest.mark.parametrize("op", DISTINCT, ids=lambda op: op.id)
+every_distinct_differentiable = pytest.mark.parametrize(
+    "op", [op for op in DISTINCT if op.differentiable], ids=lambda op: op.id
+)
+
+
 def scores(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     # scores of unit scale, apart from one another: no entry sits on a kink of F
     generator = torch.Generator().manual_seed(seed)
@@ -67,11 +91,18 @@ def test_every_public_operator_is_in_the_table() -> None:
 # ------------------------------------------------------------------------------------- values
 
 
-@every
+# those of half precision by turns
 @pytest.mark.parametrize(
-    ("dtype", "rounding"),
-    [(torch.float64, 0), (torch.float32, 5e-7), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)],
-    ids=str,
+    ("op", "dtype", "rounding"),
+    [
+        pytest.param(op, dtype, rounding, id=f"{op.id}-{dtype}")
+        for i, op in enumerate(OPERATORS)
+        for dtype, rounding in (
+            (torch.float64, 0),
+            (torch.float32, 5e-7),
+            ((torch.bfloat16, 2**-8), (torch.float16, 2**-11))[i % 2],
+        )
+    ],
 )
 def test_agrees_with_its_oracle(op: Operator, dtype: torch.dtype, rounding: float) -> None:
     x, k, tau = arguments(op, dtype)
@@ -81,7 +112,7 @@ def test_agrees_with_its_oracle(op: Operator, dtype: torch.dtype, rounding: floa
     assert_close(y.reshape(want.shape), want, op.tolerance + 2 * rounding)
 
 
-@every
+@every_distinct
 def test_numbers_and_tensors_agree(op: Operator) -> None:
     x, _, _ = arguments(op)
     as_numbers = op.call(x, op.k[1], 0.8)
@@ -89,7 +120,7 @@ def test_numbers_and_tensors_agree(op: Operator) -> None:
     assert torch.equal(as_numbers, as_tensors)
 
 
-@every
+@every_distinct
 def test_any_dim_any_layout(op: Operator) -> None:
     x = scores(4, 6, 5)
     want = op.call(x, op.k[1], 0.8)
@@ -109,7 +140,7 @@ def test_any_dim_any_layout(op: Operator) -> None:
     assert_close(op.call(expanded, op.k[1], 0.8), want[:1].expand(4, *want.shape[1:]), 1e-14)
 
 
-@every
+@every_distinct
 def test_does_not_change_its_arguments(op: Operator) -> None:
     args = leaves(op)
     before = [a.detach().clone() for a in args]
@@ -119,7 +150,7 @@ def test_does_not_change_its_arguments(op: Operator) -> None:
     assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
 
 
-@every
+@every_distinct
 def test_empty_batch_and_zero_dims(op: Operator) -> None:
     y = op.call(torch.empty(0, 5), op.k[1], 1.0)
     assert y.shape == (0, *(5,) * op.out_dims)
@@ -218,7 +249,7 @@ def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
         assert torch.equal(y[[0, 2]], want[[0, 2]])
 
 
-@every
+@every_distinct
 def test_looks_at_no_value_off_the_cpu(op: Operator) -> None:
     """A tensor without data takes the place of one whose data is still being computed."""
     args = [a.detach().to("meta").requires_grad_(a.requires_grad) for a in leaves(op)]
@@ -277,7 +308,7 @@ def no_slope(op: Operator, args: Any) -> Tensor:
         return op.call(*(a.detach() for a in args)).isinf()
 
 
-@every_differentiable
+@every_distinct_differentiable
 def test_checkpoints(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved is unpacked once, and as much of it when the call is made again."""
     for name in (*eager.ON_GPUS, "soft_count", "inverse_soft_count"):  # the ordinary way, as of larger calls
@@ -304,7 +335,7 @@ def test_forward_mode_equals_reverse_mode(op: Operator) -> None:
     assert_close((dual.tangent * cotangent).sum(), (grad * tangent).sum(), 1e-12)
 
 
-@every_differentiable
+@every_distinct_differentiable
 def test_hessian_is_symmetric_and_agrees_between_modes(op: Operator) -> None:
     weights = scores(N, seed=3)
 
@@ -353,7 +384,7 @@ def test_smallest_is_largest_of_the_negative(op: Operator) -> None:
     assert torch.equal(op.call(x, 2.0, 0.7, largest=False), op.call(-x, 2.0, 0.7))
 
 
-@every_differentiable
+@every_distinct_differentiable
 def test_results_can_be_changed_in_place(op: Operator) -> None:
     x, k, tau = arguments(op)
     grads = []
@@ -388,7 +419,7 @@ def test_whole_results_can_be_changed_in_place(name: str) -> None:
 # --------------------------------------------------------------------------------- transforms
 
 
-@every
+@every_distinct
 def test_vmap_over_each_argument(op: Operator) -> None:
     x, k, tau = arguments(op)
     want = op.call(x, k, tau)
@@ -404,7 +435,7 @@ def test_vmap_over_each_argument(op: Operator) -> None:
     assert_close(across, op.call(x, 1.0, 0.8, dim=0), 1e-13)
 
 
-@every_differentiable
+@every_distinct_differentiable
 def test_grad_under_vmap(op: Operator) -> None:
     def loss(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
         return op.call(x, k, tau).nan_to_num(0, 0, 0).square().sum()
@@ -418,29 +449,10 @@ def test_grad_under_vmap(op: Operator) -> None:
         assert_close(a, b, 1e-12)
 
 
-#: Whose trace only hands on the name of the CDF, p and which cost is counted.
-HANDED_ON = {"soft_topk", "log_soft_topk", "sparse_topk", "soft_topk_magnitude", "soft_topk_exp"}
-HANDED_ON |= {"soft_budget", "soft_count", "inverse_soft_count"}
-
-
-def graph(op: Operator) -> tuple[str, ...]:
-    """What is traced depends on: elsewhere the name of a smooth CDF or of a compact one is only handed on, as
-    are p and the rule of a quantile; and an ascending order is a descending one of the negative."""
-    alike = {"normal": "logistic", "power": "uniform", "descending": ""}
-    alike |= dict.fromkeys(("higher", "midpoint", "nearest"), "lower") | {"3.00": "1.33"}
-    parts = op.id.removeprefix(op.name).split("-")
-    if op.name in HANDED_ON:
-        parts = ["rescale"] * ("rescale" in parts)
-    return op.name, *filter(None, (alike.get(part, part) for part in parts))
-
-
-STATIC = [op for op in {graph(op): op for op in reversed(OPERATORS)}.values() if op not in FIRST]
-
-
 # shapes do not depend on the CDF, so one variant of each operator is traced with dynamic ones
 @pytest.mark.parametrize(
     ("op", "dynamic"),
-    [(op, False) for op in STATIC] + [(op, True) for op in FIRST],
+    [(op, False) for op in DISTINCT if op not in FIRST] + [(op, True) for op in FIRST],
     ids=lambda v: v.id if isinstance(v, Operator) else "dynamic" if v else "static",
 )
 def test_compile(op: Operator, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +509,7 @@ def test_compiled_func_grad() -> None:
     assert_close(got, want, 1e-12)
 
 
-@every
+@every_distinct
 def test_autocast_computes_in_float32_and_keeps_the_dtype(op: Operator) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x, k, tau = arguments(op, dtype)
