@@ -194,19 +194,6 @@ def test_rows_in_which_nothing_takes_part() -> None:
     assert got.isnan().tolist() == [False, True]
 
 
-@pytest.mark.parametrize("k", [0, 8, -1, 1.5, NAN, INF], ids=str)
-def test_bad_k(k: float) -> None:
-    for value in (k, torch.tensor(k, dtype=torch.float64), torch.tensor([1.0, k, 2.0])):
-        with pytest.raises(ValueError, match=r"^k must be an integer in \[1, 7\], but got"):
-            khot.kth_value(normal(3, 7), value)
-
-
-@pytest.mark.parametrize("q", [-0.1, 1.1, NAN, torch.tensor([0.5, 2.0]), torch.tensor(-1)], ids=str)
-def test_bad_q(q: Any) -> None:
-    with pytest.raises(ValueError, match=r"^q must lie in \[0, 1\], but got"):
-        khot.quantile(normal(3), q)
-
-
 # ---------------------------------------------------------------------------------- derivatives
 
 

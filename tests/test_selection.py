@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -190,30 +189,6 @@ def test_empty_and_zero_dims() -> None:
     assert khot.topk(torch.empty(4, 0), 0).indices.shape == (4, 0)
     assert khot.topk(torch.empty(4, 5), 0, 0).values.shape == (0, 5)
     assert khot.topk(torch.empty(3, 9, device="meta"), 4).indices.shape == (3, 4)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "args"),
-    [
-        (ValueError, r"k must lie in \[0, 4\], but got 5", (5,)),
-        (ValueError, r"k must lie in \[0, 4\], but got -1", (-1,)),
-        (TypeError, r"k must be an int, but got float", (2.0,)),
-        (TypeError, r"k must be an int, but got Tensor", (torch.tensor(2),)),
-        (IndexError, r"dim must be in \[-1, 0\], but got 1", (2, 1)),
-        (TypeError, r"largest must be a bool, but got int", (2, 0, 1)),
-        (TypeError, r"sorted must be a bool, but got str", (2, 0, True, "no")),
-    ],
-)
-def test_bad_arguments(error: type[Exception], message: str, args: tuple[Any, ...]) -> None:
-    with pytest.raises(error, match=message):
-        khot.topk(torch.zeros(4), *args)
-
-
-def test_bad_inputs() -> None:
-    with pytest.raises(TypeError, match="input must"):
-        khot.topk(torch.arange(4), 2)
-    with pytest.raises(ValueError, match=r"k must lie in \[1, 1\], but got 0"):
-        khot.topk(torch.tensor(1.0), 0)
 
 
 @DTYPES

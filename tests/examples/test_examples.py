@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,108 +30,102 @@ def example(name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name))
 
 
-def assert_picture(path: Path) -> None:
+@pytest.fixture
+def picture(tmp_path: Path) -> Iterator[Path]:
+    """Where an example draws, which it has to."""
+    path = tmp_path / "drawn.png"
+    yield path
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert path.stat().st_size < 100_000
 
 
-def test_soft_topk(tmp_path: Path) -> None:
+def test_soft_topk(picture: Path) -> None:
     script = example("soft_topk")
     result = script.run(steps=160, items=64)
     found = {method: course[-1] for method, course in result.found.items()}
     assert found["soft"] > found["softmax"] > found["hard"] + 0.2
     assert result.error["soft"] < 0.7 * result.error["softmax"]
-    script.draw(result, 64, tmp_path / "soft_topk.png")
-    assert_picture(tmp_path / "soft_topk.png")
+    script.draw(result, 64, picture)
 
 
-def test_attention(tmp_path: Path) -> None:
+def test_attention(picture: Path) -> None:
     script = example("attention")
     errors = script.run(steps=300)
     assert errors["topk"][32] < 0.5 * errors["softmax"][32]
     assert errors["topk"][1024] < 0.2 * errors["softmax"][1024]
-    script.draw(errors, tmp_path / "attention.png")
-    assert_picture(tmp_path / "attention.png")
+    script.draw(errors, picture)
 
 
-def test_indexer(tmp_path: Path) -> None:
+def test_indexer(picture: Path) -> None:
     script = example("indexer")
     errors = script.run(steps=240, methods=("dense", "indexer"))
     for n in (128, 512):  # as many keys as in training, and more
         assert errors["indexer"][n] < 1.1 * errors["dense"][n] < 0.5
-    script.draw(errors, tmp_path / "indexer.png")
-    assert_picture(tmp_path / "indexer.png")
+    script.draw(errors, picture)
 
 
 @short_or(120, short=2)
-def test_beam_search(tmp_path: Path, steps: int) -> None:
+def test_beam_search(picture: Path, steps: int) -> None:
     script = example("beam_search")
     results = script.run(steps=steps, methods=("beam", "forced"))
     beam, forced = (results[method].scores[-1] for method in ("beam", "forced"))
     if steps == 120:
         assert min(forced.forced[1:]) > 0.95  # it learned to undo a shuffle,
         assert forced.exact < 0.4 < 0.6 < beam.exact  # and to guess
-    script.draw(results, tmp_path / "beam_search.png")
-    assert_picture(tmp_path / "beam_search.png")
+    script.draw(results, picture)
 
 
-def test_gate(tmp_path: Path) -> None:
+def test_gate(picture: Path) -> None:
     script = example("gate")
     images = data.load_digits()
     results = script.run(images, 10, steps=700)
     assert results["fixed"].mask.sum() == 10
     assert results["fixed"].accuracy > results["variance"].accuracy
     assert results["learned"].size[-1] < results["learned"].size[0]
-    script.draw(images, results, tmp_path / "gate.png")
-    assert_picture(tmp_path / "gate.png")
+    script.draw(images, results, picture)
 
 
-def test_pruning(tmp_path: Path) -> None:
+def test_pruning(picture: Path) -> None:
     script = example("pruning")
     images = data.load_digits()
     results = script.run(images, steps=300)
     assert min(results[method].weights for method in ("score", "cuts")) >= 169  # of 64·32 + 32·32 + 32·10
     assert max(results[method].weights for method in ("score", "cuts")) <= 170
     assert results["score"].error[-1] < 0.7 * results["cuts"].error[-1]
-    script.draw(images, results, tmp_path / "pruning.png")
-    assert_picture(tmp_path / "pruning.png")
+    script.draw(images, results, picture)
 
 
 @short_or(400)
-def test_mixture(tmp_path: Path, steps: int) -> None:
+def test_mixture(picture: Path, steps: int) -> None:
     script = example("mixture")
     results = script.run(steps=steps, runs=1)
     if steps == 400:
         assert results["soft"].error < 0.8 * min(results["hard"].error, results["balanced"].error)
         assert results["soft"].entropy > results["hard"].entropy
-    script.draw(results, tmp_path / "mixture.png")
-    assert_picture(tmp_path / "mixture.png")
+    script.draw(results, picture)
 
 
-def test_moe_llm(tmp_path: Path) -> None:
+def test_moe_llm(picture: Path) -> None:
     script = example("moe_llm")
     found = {method: script.train(method, 40, 0)[0] for method in ("none", "khot")}
     assert sum(found["khot"][-10:]) < 0.6 * sum(found["none"][-10:])
-    script.draw(found, tmp_path / "moe_llm.png")
-    assert_picture(tmp_path / "moe_llm.png")
+    script.draw(found, picture)
 
 
-def test_balancing(tmp_path: Path) -> None:
+def test_balancing(picture: Path) -> None:
     script = example("balancing")
     violations = script.run(steps=20)
     for third in (2, 12):  # of the first tokens, and of those that come after
         assert violations["quantile"][third] < 0.5 < 2 < violations["sign"][third]
         assert violations["quantile"][third] < 0.5 * violations["tuned"][third]
-    script.draw(violations, tmp_path / "balancing.png")
-    assert_picture(tmp_path / "balancing.png")
+    script.draw(violations, picture)
 
 
-def test_knn_on_digits(tmp_path: Path) -> None:
+def test_knn_on_digits(picture: Path) -> None:
     script = example("knn")
     result = script.run(data.load_digits(), steps=40)
     assert result.accuracy["soft"] > 0.8  # it learns; the example claims nothing more
-    script.draw(result, tmp_path / "knn.png")
-    assert_picture(tmp_path / "knn.png")
+    script.draw(result, picture)
 
 
 @pytest.mark.slow
@@ -153,27 +148,25 @@ def test_knn_on_mnist() -> None:
     assert accuracy["soft"] > accuracy["entropy"] + 0.01
 
 
-def test_sae(tmp_path: Path) -> None:
+def test_sae(picture: Path) -> None:
     script = example("sae")
     images = data.load_digits()
     results = script.run(images, 6, steps=160)
     straight, hard = results["straight"], results["hard"]
     assert straight.dead < 0.5 * hard.dead and straight.error[-1] < 1.15 * hard.error[-1]
-    script.draw(images, results, tmp_path / "sae.png")
-    assert_picture(tmp_path / "sae.png")
+    script.draw(images, results, picture)
 
 
-def test_quantile(tmp_path: Path) -> None:
+def test_quantile(picture: Path) -> None:
     script = example("quantile")
     images = data.load_digits()
     results = script.run(images, steps=1000)
     error = {method: result.error[-1] for method, result in results.items()}
     assert error["right"] < error["trimmed"] < 0.75 * error["mean"]
-    script.draw(images, results, 0, tmp_path / "quantile.png")
-    assert_picture(tmp_path / "quantile.png")
+    script.draw(images, results, 0, picture)
 
 
-def test_assign(tmp_path: Path) -> None:
+def test_assign(picture: Path) -> None:
     script = example("assign")
     x = script.points(data.load_digits())[:600]
     results = script.run(x, steps=24)
@@ -183,22 +176,20 @@ def test_assign(tmp_path: Path) -> None:
     assert results["assign"].cost < 0.99 * results["moved"].cost
     assert results["assign"].cost < 1.01 * results["sinkhorn"].cost
     assert results["assign"].off < 1e-12
-    script.draw(x, results, tmp_path / "assign.png")
-    assert_picture(tmp_path / "assign.png")
+    script.draw(x, results, picture)
 
 
-def test_budget(tmp_path: Path) -> None:
+def test_budget(picture: Path) -> None:
     script = example("budget")
     results = script.run(steps=200, runs=1)
     right = {method: result.right[0] for method, result in results.items()}
     assert right["budget"] > right["price"] + 0.01 > right["topk"] + 0.05
     assert right["budget"] > right["truth"] - 0.03
     assert all(result.spent <= script.BUDGET for result in results.values())
-    script.draw(results, tmp_path / "budget.png")
-    assert_picture(tmp_path / "budget.png")
+    script.draw(results, picture)
 
 
-def test_pruning_macs(tmp_path: Path) -> None:
+def test_pruning_macs(picture: Path) -> None:
     script = example("pruning_macs")
     shares = (0.1,)
     dense, results = script.run(data.load_digits(), steps=100, runs=1, shares=shares)
@@ -206,12 +197,11 @@ def test_pruning_macs(tmp_path: Path) -> None:
     assert 0.099 * whole < results["cost"][0][0].macs <= 0.1 * whole
     assert 0.099 * whole < results["layers"][0][0].macs < 0.101 * whole
     assert results["cost"][0][0].error < 0.7 * min(results[m][0][0].error for m in ("count", "layers"))
-    script.draw(dense, results, shares, tmp_path / "pruning_macs.png")
-    assert_picture(tmp_path / "pruning_macs.png")
+    script.draw(dense, results, shares, picture)
 
 
 @short_or(1000)
-def test_pruning_n_m(tmp_path: Path, steps: int) -> None:
+def test_pruning_n_m(picture: Path, steps: int) -> None:
     script = example("pruning_n_m")
     patterns = ((1, 16),)
     dense, errors, weight = script.run(data.load_digits(), steps=steps, runs=2, patterns=patterns)
@@ -221,11 +211,10 @@ def test_pruning_n_m(tmp_path: Path, steps: int) -> None:
     if steps == 1000:
         assert sum(dense) / 2 < soft < hard
         assert cut < hard
-    script.draw("digits", dense, errors, weight, tmp_path / "pruning_n_m.png", patterns)
-    assert_picture(tmp_path / "pruning_n_m.png")
+    script.draw("digits", dense, errors, weight, picture, patterns)
 
 
-def test_gate_prices(tmp_path: Path) -> None:
+def test_gate_prices(picture: Path) -> None:
     script = example("gate_prices")
     images = data.load_digits()
     results = script.run(images)
@@ -233,11 +222,10 @@ def test_gate_prices(tmp_path: Path) -> None:
     for result in results.values():
         assert result.price == (result.mask * prices).sum() <= 0.1 * prices.sum()
     assert results["prices"].accuracy > results["count"].accuracy + 0.02
-    script.draw(images, results, tmp_path / "gate_prices.png")
-    assert_picture(tmp_path / "gate_prices.png")
+    script.draw(images, results, picture)
 
 
-def test_ranking(tmp_path: Path) -> None:
+def test_ranking(picture: Path) -> None:
     script = example("ranking")
     results = script.run(data.load_digits(), steps=80, seeds=1, rates=(0.03,))
     right, wrong = (
@@ -246,8 +234,7 @@ def test_ranking(tmp_path: Path) -> None:
     assert min(right.values()) > 0.88 and min(wrong.values()) > 0.75  # at random it is below 0.4
     assert max(right.values()) > max(wrong.values())
     assert script.seconds("RankNet", 1024) > 3 * script.seconds("ndcg_loss", 1024)
-    script.draw(results, tmp_path / "ranking.png", lengths=(16, 64))
-    assert_picture(tmp_path / "ranking.png")
+    script.draw(results, picture, lengths=(16, 64))
 
 
 def test_packed(tmp_path: Path) -> None:
@@ -261,7 +248,7 @@ def test_packed(tmp_path: Path) -> None:
 
 
 @short_or(120, short=2)
-def test_policy(tmp_path: Path, steps: int) -> None:
+def test_policy(picture: Path, steps: int) -> None:
     script = example("policy")
     torch.manual_seed(0)
     logits = torch.randn(3, script.N)
@@ -281,5 +268,4 @@ def test_policy(tmp_path: Path, steps: int) -> None:
     share = {policy: results[0][1] for policy, results in found.items()}
     if steps == 120:
         assert share["set"] > 0.6 and share["set"] > share["all"]
-    script.picture(found, steps, tmp_path / "policy.png")
-    assert_picture(tmp_path / "policy.png")
+    script.picture(found, steps, picture)

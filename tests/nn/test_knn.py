@@ -263,22 +263,6 @@ def test_a_learned_tau_has_the_right_gradient_and_stays_positive() -> None:
     assert not list(fixed.parameters())
 
 
-def test_a_learned_tau_finds_its_scale() -> None:
-    # ten neighbours, of which the nearest two tell the class: the rest are noise, so that tau has to fall
-    x = normal(200, 2, seed=3)
-    label = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
-    knn = SoftKNN(2, 4, tau=5.0, learnable_tau=True)
-    others, loss = ~torch.eye(200, dtype=torch.bool), []
-    optimizer = torch.optim.Adam(knn.parameters(), lr=0.3)
-    for _ in range(25):
-        optimizer.zero_grad()
-        loss.append(knn.loss(x, label, x, label, others))
-        loss[-1].backward()
-        optimizer.step()
-    assert loss[0] > 0.6 and loss[-1] < 0.15
-    assert "init=5.0" in repr(knn)
-
-
 def test_refuses() -> None:
     query, template, label = normal(3, 5), normal(4, 5), labels(4)
     with pytest.raises(ValueError, match="candidates must be at least 1, but got 0"):

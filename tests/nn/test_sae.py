@@ -177,8 +177,11 @@ def test_idle_latents_learn_what_the_others_leave(options: dict[str, object]) ->
         torch.testing.assert_close(compiled(x), got)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [({}, True), ({}, False), ({"batch": True}, False), ({"tau": 0.2}, False)],
+    ids=str,
+)
 def test_without_idle_latents_the_loss_is_the_same(options: dict[str, object], compiled: bool) -> None:
     losses = []
     for inputs in (None, 101):
@@ -829,35 +832,6 @@ def test_the_log_has_no_unit_and_is_finite_without_error() -> None:
     loss.backward()
     assert loss == math.log(torch.finfo(torch.float32).tiny) and sae.loss(x, "mse") == 0
     assert all(p.grad is not None and (p.grad == 0).all() for p in sae.parameters())
-
-
-def test_explains_more_than_one_that_is_written_by_hand() -> None:
-    """After 300 steps on sums of 4 of 64 directions with an offset, by default settings of both."""
-    torch.manual_seed(0)
-    directions, offset = torch.nn.functional.normalize(torch.randn(64, 32), dim=-1), torch.randn(32) / 4
-
-    def draw(inputs: int) -> Tensor:
-        code = torch.zeros(inputs, 64).scatter(-1, torch.rand(inputs, 64).topk(4).indices, 1.0)
-        return (code * (0.5 + torch.rand(inputs, 64))) @ directions + offset
-
-    sae = TopKSAE(32, 128, 4)
-    rows = torch.nn.functional.normalize(torch.randn(128, 32), dim=-1)
-    hand = [p.requires_grad_() for p in (rows.clone(), rows.clone(), torch.zeros(128), torch.zeros(32))]
-
-    def by_hand(x: Tensor) -> Tensor:
-        W, D, c, b = hand
-        best = ((x - b) @ W.mT + c).topk(4)
-        return torch.zeros(len(x), 128).scatter(-1, best.indices, best.values.relu()) @ D + b
-
-    optimizer = torch.optim.Adam([*sae.parameters(), *hand], lr=1e-3)
-    for _ in range(300):
-        optimizer.zero_grad()
-        x = draw(128)
-        (sae.loss(x) + (by_hand(x) - x).square().mean()).backward()
-        optimizer.step()
-    x = draw(2000)
-    ours, theirs = ((out - x).square().mean() for out in (sae.eval()(x), by_hand(x)))
-    assert ours < 0.7 * theirs
 
 
 @pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2, "hard": True}], ids=str)
