@@ -222,9 +222,10 @@ def test_gradients_of_the_top_1_modes(mode: Any, m: int | None) -> None:
     x, tau = scores(3, 6).requires_grad_(), torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(loss, (x, tau), check_forward_ad=True, fast_mode=True)
     torch.autograd.gradgradcheck(loss, (x, tau), fast_mode=True)
-    torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, tau), loss(x, tau), rtol=1e-12, atol=0)
+    if (m is None) == (mode == "topk"):  # every mode once
+        torch.compiler.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, tau), loss(x, tau), rtol=1e-12, atol=0)
     (grad,) = torch.autograd.grad(loss(x, tau).sum(), x)
     assert (grad != 0).sum(-1).tolist() == [6 if m is None else m] * 3
 
@@ -393,6 +394,8 @@ def test_permutation_cross_entropy_has_exact_gradients(cdf: Any) -> None:
 
     torch.autograd.gradcheck(loss, (x, tau), check_forward_ad=True, fast_mode=True)
     torch.autograd.gradgradcheck(loss, (x, tau), check_fwd_over_rev=True, fast_mode=True)
+    if cdf.name in ("normal", "power"):
+        return  # whose trace is that of the logistic or the uniform one
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, tau), loss(x, tau), rtol=1e-12, atol=0)

@@ -209,7 +209,7 @@ def test_gradients(interpolation: InterpolationName) -> None:
         )
 
     torch.autograd.gradcheck(of_x, x, check_forward_ad=True, check_batched_grad=True)
-    torch.autograd.gradgradcheck(lambda x: of_x(x) ** 2, x)
+    torch.autograd.gradgradcheck(lambda x: of_x(x) ** 2, x, fast_mode=True)
     if interpolation == "linear":
         inside = q[1:3].clone().requires_grad_()
         torch.autograd.gradcheck(khot.quantile, (x, inside), check_forward_ad=True)
