@@ -436,6 +436,47 @@ OPERATORS += [
 ]
 
 
+def _first_places(name: str, cdf: str | cdfs.CDF) -> Callable[..., Tensor]:
+    """Two rows of a permutation, weighed: k is the weight of the second."""
+
+    def call(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
+        at = dim % max(x.dim(), 1)
+        p = getattr(khot, name)(x, dim, k=min(2, x.shape[at] if x.dim() else 1), tau=tau, cdf=cdf)
+        first, *second = p.movedim((at, at + 1), (-2, -1)).unbind(-2)
+        k = k.unsqueeze(-1) if isinstance(k, Tensor) and k.dim() else k
+        y = sum((k * s for s in second), first).to(x.dtype)
+        return y.movedim(-1, at) if x.dim() else y.squeeze(-1)
+
+    return call
+
+
+def _first_places_oracle(name: str, cdf: str | cdfs.CDF) -> Oracle:
+    def oracle(x: Tensor, k: float, tau: float) -> np.ndarray:
+        p = oracles.soft_permutation(-x, tau, *_cdf(cdf))[name.startswith("log")]
+        return p[0] + k * p[1]
+
+    return oracle
+
+
+OPERATORS += [
+    Operator(
+        f"{name}-{cdf}-first",
+        name,
+        _first_places(name, cdf),
+        _first_places_oracle(name, cdf),
+        selects=False,
+        has_mask=False,
+    )
+    for name, cdf in [
+        ("soft_permutation", "laplace"),
+        ("soft_permutation", "logistic"),
+        ("soft_permutation", "uniform"),
+        ("log_soft_permutation", "laplace"),
+        ("log_soft_permutation", "normal"),
+    ]
+]
+
+
 def _projection(name: str, **fixed: Any) -> Callable[..., Tensor]:
     """An operator by projection onto a permutahedron: that of cos 0, …, cos (n − 1) where w is not fixed."""
     if name != "project_permutahedron":

@@ -274,6 +274,7 @@ ODD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ODD_ROLES: dict[str, dict[str, str]] = {
     **{f"khot.{n}": {"k": "integer"} for n in ("topk", "sorted_soft_topk", "baselines.sorted_sinkhorn_topk")},
+    **{f"khot.{n}": {"k": "integer"} for n in ("soft_permutation", "log_soft_permutation")},
     "khot.linear_topk": {"k": "integer", "weight": "scores", "bias": "scores"},
     "khot.baselines.pav_topk": {"p": "name"},
     "khot.losses.log_rank_loss": {"grades": "size"},
@@ -283,6 +284,7 @@ FINE: dict[str, dict[str, tuple[Any, ...]]] = {
     "khot.soft_assign": {"total": (HUGE,)},  # refused as the infinity that it is as a float
     "khot.budget_mask": {"budget": (N + 1, math.inf)},
     "khot.quantile": {"dim": (None,)},
+    **{f"khot.{n}": {"k": (None,)} for n in ("soft_permutation", "log_soft_permutation")},
     **{f"khot.estimators.{n}": {"k": (None,)} for n in ("straight_through", "second_order")},
     "khot.sample_khot": {"k": (None,)},
     "khot.baselines.root_finding_topk": {"guess": (None,)},

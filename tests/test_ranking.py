@@ -326,6 +326,30 @@ def test_sort_inverts_rank(name: str) -> None:
     torch.testing.assert_close(ends, torch.stack((t[:, 0], t[:, -1])), rtol=0, atol=1e-13)
 
 
+def test_first_rows_replace_dim_by_two() -> None:
+    x = randn(2, 5, 3)
+    assert khot.soft_permutation(x, 1, k=2).shape == (2, 2, 5, 3)
+    assert khot.soft_permutation(x, k=0).shape == (2, 5, 0, 3)
+
+
+@every_cdf
+@pytest.mark.parametrize("operator", [khot.soft_permutation, khot.log_soft_permutation])
+def test_the_first_rows_are_those_of_the_whole_matrix(operator: Callable[..., Tensor], name: str) -> None:
+    """With a tie, infinities, a NaN and a mask."""
+    x, mask, weights = randn(3, 7), torch.arange(7) != 3, randn(3, 7, 7)
+    x[0, 2], x[0, 5], x[1, 3], x[2, 4] = INF, -INF, NAN, x[2, 1]
+    options: dict[str, Any] = {"tau": 0.6, "cdf": CDFS[name][0], "descending": True}
+    for selected in (None, mask):
+        for k in (1, 4, 6, 7):
+            found = []
+            for rows in (None, k):
+                leaf = x.clone().requires_grad_()
+                P = operator(leaf, mask=selected, k=rows, **options)[:, :k]
+                finite = torch.where(P.isfinite(), P, 0)
+                found.append((P, *torch.autograd.grad((finite * weights[:, :k]).sum(), leaf)))
+            torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("keepdim", [False, True])
 @pytest.mark.parametrize("q", [0.3, f64(0.3), f64([0.1]), f64([0.1, 0.5, 0.5]), f64([])], ids=str)

@@ -318,6 +318,7 @@ def soft_permutation(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    k: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """The matrix that sorts a row, softened to a doubly stochastic one.
@@ -334,15 +335,20 @@ def soft_permutation(
         tau: as for :func:`soft_rank`.
         cdf: as for :func:`soft_rank`; Laplace's thresholds take O(n log n) time, the others' O(n²).
         descending: the first row selects the largest entry instead of the smallest.
+        k: an int in [0, n], to compute only the first k rows, in O(kn) memory; they sum to a soft top-k mask.
+            None for all rows.
         mask: as for :func:`soft_rank`.
 
     Returns:
-        A tensor of the input's dtype and shape, with ``dim`` replaced by two dims (n, n), places by entries.
-        Its entries lie in [0, 1], and rows and columns sum to 1. With a mask, the columns of the entries
-        under False are 0, and so are the rows after the places of the others. The matrix of a row of scores
-        with a NaN is NaN.
+        A tensor of the input's dtype and shape, with ``dim`` replaced by two dims (n, n), or (k, n): places
+        by entries. Its entries lie in [0, 1]. Rows sum to 1, and so do the columns of all n rows. With a
+        mask, the columns of the entries under False are 0, and so are the rows after the places of the
+        others. The matrix of a row of scores with a NaN is NaN.
 
-    The gradient in input and tau is exact, to any order and in either mode. Errors: as for :func:`soft_rank`.
+    ``P @ values`` moves what belongs to the entries, such as features of (n, d), to their places.
+
+    The gradient in input and tau is exact, to any order and in either mode. Errors: as for :func:`soft_rank`;
+    ValueError for a k that is not in [0, n], and TypeError for one that is not an int.
 
     Source: Struski et al. 2025, Definition 3.5 and Theorem 3.6.
 
@@ -351,18 +357,24 @@ def soft_permutation(
         tensor([[0.8040, 0.0234, 0.1726],
                 [0.1726, 0.1726, 0.6547],
                 [0.0234, 0.8040, 0.1726]])
+        >>> features = torch.tensor([[1.0, 10.0], [3.0, 30.0], [2.0, 20.0]])
+        >>> khot.soft_permutation(torch.tensor([1.0, 3.0, 2.0]), tau=0.01, descending=True, k=2) @ features
+        tensor([[ 3., 30.],
+                [ 2., 20.]])
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask, F)
-    if serves(x, F):
+    k = _rows_asked(k, x)
+    if k == x.shape[-1] and serves(x, F):
         p = matrix(x, tau, F)
         if selected is not None:
             p = correction(x, on(x.device, tau), selected, lambda share: share)(p, 0, x.shape[-1])
     elif F.built_in and x.is_cpu and x.numel() and not torch.compiler.is_compiling():
         correct = correction(x, tau, selected, lambda share: share)
-        p = correct(shares(x, *boundaries(x, tau, F), tau, F), 0, x.shape[-1])
+        # the gradient of shares takes the last threshold as infinite, so one more place takes the rest
+        p = correct(shares(x, *boundaries(x, tau, F, k), tau, F)[..., :k, :], 0, k)
     else:
-        p = _matrix(x, tau, selected, F, lambda z, *_: F.cdf(z).diff(dim=-2), lambda share: share)
+        p = _matrix(x, tau, selected, F, k, lambda z, *_: F.cdf(z).diff(dim=-2), lambda share: share)
     return _places_first(p, input, dim)
 
 
@@ -374,12 +386,13 @@ def log_soft_permutation(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    k: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """The logarithm of :func:`soft_permutation`, finite where an entry of P underflows.
 
     Args:
-        input, dim, tau, cdf, descending, mask: as for :func:`soft_permutation`.
+        input, dim, tau, cdf, descending, k, mask: as for :func:`soft_permutation`.
 
     Returns:
         log P in [−inf, 0], of P's shape and dtype; −inf where P is exactly 0. Without a mask and for CDFs
@@ -395,7 +408,8 @@ def log_soft_permutation(
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
     compute = torch.promote_types(x.dtype, torch.float32)
-    log_p = _matrix(x, tau, selected, F, functools.partial(log_between, F=F, dtype=compute), torch.log)
+    k = _rows_asked(k, x)
+    log_p = _matrix(x, tau, selected, F, k, functools.partial(log_between, F=F, dtype=compute), torch.log)
     return _places_first(log_p, input, dim) + 0.0  # turns −0 into 0
 
 
@@ -538,17 +552,18 @@ def _matrix(
     tau: Tensor,
     selected: Tensor | None,
     F: CDF,
+    k: int,
     between: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     of_share: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The matrix (*batch, n, n) of places by entries, in parts of the places.
+    """The matrix (*batch, k, n) of the first places by entries, in parts of the places.
 
     Args:
         between: of the entries' distances z to thresholds, these as hi and lo, and τ, all of one part: what
             each of the places between the thresholds gets.
         of_share: the same of the share that an infinite entry has of a place.
     """
-    hi, lo = (t.unsqueeze(-1) for t in boundaries(x, tau, F))
+    hi, lo = (t.unsqueeze(-1) for t in boundaries(x, tau, F, k))
     entries, correct = x.unsqueeze(-2), correction(x, tau, selected, of_share)
 
     def part(start: int, stop: int) -> Tensor:
@@ -557,7 +572,14 @@ def _matrix(
         p = between(standardize(entries, *at), *at)
         return correct(p, start, stop).to(x.dtype)
 
-    return in_parts(part, x.shape[-1], x.numel(), x.device)
+    return in_parts(part, k, x.numel(), x.device)
+
+
+def _rows_asked(k: int | None, x: Tensor) -> int:
+    if k is None:
+        return x.shape[-1]
+    arguments.check_integer(k, "k", low=0, high=x.shape[-1])
+    return k if isinstance(k, torch.SymInt) else int(k)
 
 
 def _places_first(p: Tensor, input: Tensor, dim: int) -> Tensor:

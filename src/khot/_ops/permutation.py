@@ -60,13 +60,15 @@ def quantiles(x: Tensor, levels: Tensor, tau: Tensor, F: CDF) -> Tensor:
     return hi + lo
 
 
-def boundaries(x: Tensor, tau: Tensor, F: CDF) -> tuple[Tensor, Tensor]:
-    """t_0 = +inf, t_1, …, t_n = −inf, as pairs (*batch, n + 1)."""
+def boundaries(x: Tensor, tau: Tensor, F: CDF, k: int | None = None) -> tuple[Tensor, Tensor]:
+    """t_0 = +inf, t_1, …, t_n = −inf, as pairs (*batch, n + 1). With a k < n, −inf stands after t_k, so that
+    one place more takes the rest."""
     n = x.shape[-1]
-    levels = torch.arange(1, max(n, 1), dtype=wide_dtype(x.device), device=x.device)
+    inner = max(n - 1, 0) if k is None else max(min(k, n - 1), 0)
+    levels = torch.arange(1, inner + 1, dtype=wide_dtype(x.device), device=x.device)
     hi, lo = level_thresholds(x, levels, tau, F)
     end = greatest(hi)
-    ends = torch.full_like(hi[..., :1], end) if n > 1 else hi.new_full((*x.shape[:-1], 1), end)
+    ends = torch.full_like(hi[..., :1], end) if inner else hi.new_full((*x.shape[:-1], 1), end)
     return torch.cat((ends, hi, -ends), -1), torch.cat((ends, lo, -ends), -1)
 
 
