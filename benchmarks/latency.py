@@ -74,6 +74,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "soft_assign": lambda x: khot.soft_assign(x, float(k)),
         "soft_budget": lambda x: khot.soft_budget(x, torch.ones(()), float(k)),
         "budget_mask": lambda x: khot.budget_mask(x, torch.ones(()), float(k)),
+        "nucleus_mask": lambda x: khot.nucleus_mask(x, 0.9),
         "soft_count": lambda x: khot.soft_count(x, 0.0),
         "inverse_soft_count": lambda x: khot.inverse_soft_count(x, k),
         "losses.permutation_cross_entropy": partial(permutation_loss, n),

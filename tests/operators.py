@@ -51,6 +51,7 @@ ARGUMENTS: dict[str, Arguments] = {
     **dict.fromkeys(("soft_rank", "soft_sort", "soft_permutation", "log_soft_permutation"), Arguments()),
     **dict.fromkeys(("soft_quantile", "soft_median", "quantile", "project_permutahedron"), Arguments()),
     **dict.fromkeys(("k_support_norm", "k_support_negentropy", "kth_value", "topk"), Arguments(tau=None)),
+    "nucleus_mask": Arguments(k="p", tau=None),
 }
 
 
@@ -325,6 +326,17 @@ OPERATORS: list[Operator] = [
         differentiable=False,
         has_tau=False,
         k=(2.3, 3.0, 4.4),
+    ),
+    # its masks, infinite entries and gradient are in test_budgets.py
+    Operator(
+        "nucleus_mask",
+        "nucleus_mask",
+        lambda x, k, tau, **options: khot.nucleus_mask(x, k / 7, tau=tau, **options),
+        lambda x, k, tau: oracles.nucleus(x, k / 7),
+        selects=False,
+        differentiable=False,
+        has_tau=False,
+        has_mask=False,
     ),
     # its masks, infinite entries and bounds are in test_assignment.py
     *(

@@ -807,6 +807,17 @@ def topk_mask(x: Row, k: float) -> np.ndarray:
     return mask
 
 
+def nucleus(x: Row, p: float) -> np.ndarray:
+    """The fewest entries whose probabilities sum to p, by sorting and adding."""
+    row = _float64(x)
+    order = np.argsort(-row, kind="stable")
+    sums = np.exp(row[order] - row.max()).cumsum()
+    before = np.append(0, sums[:-1])
+    mask = np.zeros(len(row))
+    mask[order[(before < p * sums[-1]) | (p == 1)]] = 1
+    return np.where(row == -math.inf, 0, mask)
+
+
 # ------------------------------------------------------------------------------ adversarial rows
 
 TAUS = (1.0, 0.01)

@@ -501,23 +501,73 @@ def test_the_gradient_of_the_pages_soft_top_p(dtype: torch.dtype) -> None:
         torch.testing.assert_close(spent, f64(0.9).expand(4), rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("n", [1, 300, 3000])
+@pytest.mark.parametrize("scale", [0.01, 1, 4, 30])
+def test_the_nucleus_of_peaked_and_flat_rows(scale: float, n: int) -> None:
+    x = scale * torch.randn(3, n, generator=torch.Generator().manual_seed(n))
+    x[1] = (2 * x[1]).round() / 2
+    x[2, n // 2 :] = -1e30
+    x[:, 3:4] = -INF
+    for p in (1e-300, 0.01, 0.3, 0.9, 0.999, 1.0):
+        want = np.stack([oracles.nucleus(row, p) for row in x])
+        assert (khot.nucleus_mask(x, p).numpy() == want).all()
+    levels = f64(0, 0.9, 1)
+    want = np.stack([oracles.nucleus(row, p) for row, p in zip(x, levels.tolist(), strict=True)])
+    assert (khot.nucleus_mask(x, levels).numpy() == want).all()
+
+
+def test_the_nucleus_of_equal_entries() -> None:
+    for n in range(2, 41):
+        for twentieths in range(1, 21):
+            taken = khot.nucleus_mask(torch.zeros(n), twentieths / 20)
+            assert taken.sum() == math.ceil(Fraction(twentieths, 20) * n) == taken.nonzero().max() + 1
+    assert khot.nucleus_mask(torch.zeros(1000), 0.55).sum() == 550
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_pages_nucleus(dtype: torch.dtype) -> None:
-    """It reaches p, has every token that is likelier than one of its own, and none that is not needed, but
-    for ties with the last one. The mask of a budget is no such set."""
-    for seed in range(40):
-        logits = top_p(seed, dtype)["logits"].detach()
-        p = logits.softmax(-1)
-        taken = eval(page_says("nucleus"), {"khot": khot, "p": p})
-        exact, level = p.double(), p.log().double()
-        goal = exact.sum(-1).clamp(max=0.9)
-        assert ((exact * taken).sum(-1) >= goal * (1 - 1e-6)).all()
-        least = level.masked_fill(~taken, INF).amin(-1, True)
-        assert taken[level > least].all()
-        assert ((exact * (level > least + 1e-4)).sum(-1) < goal * (1 + 1e-6)).all()
-    for p in (f64(0.5, 0.3, 0.12, 0.05, 0.02, 0.01), f64(0.95, 0.03, 0.02)):
-        taken = eval(page_says("nucleus"), {"khot": khot, "p": p})
-        assert taken[0] and not torch.equal(taken, khot.budget_mask(p, p, 0.9) > 0)
+def test_the_nucleus_has_the_gradient_of_the_soft_one(dtype: torch.dtype) -> None:
+    for seed in range(8):
+        logits = top_p(seed, dtype)["logits"]
+        mask = logits.detach() < 1
+        mask[:, 0] = True
+        wide = logits.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        p, tau = f64(0.5, 0.9, 0.99, 1), torch.tensor(0.7, dtype=torch.float64)
+        inputs = [p.requires_grad_(), tau.requires_grad_()]
+        log_p = wide.masked_fill(~mask, -INF).log_softmax(-1)
+        soft = khot.soft_budget(log_p, log_p.exp(), p, tau=tau)
+        y = khot.nucleus_mask(logits, p, tau=tau, mask=mask)
+        v = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        want = torch.autograd.grad(soft, [wide, *inputs], v.to(soft.dtype))
+        got = torch.autograd.grad(y, [logits, *inputs], v)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b.to(a.dtype))
+        hidden = logits.detach().masked_fill(~mask, NAN)
+        assert torch.equal(khot.nucleus_mask(hidden, p.detach(), mask=mask), y.detach().round())
+
+
+def test_the_gradient_of_a_nucleus_under_transforms() -> None:
+    x, v = problem("uniform")[0], problem("uniform", seed=1)[0]
+
+    def loss(x: Tensor, v: Tensor) -> Tensor:
+        return (khot.nucleus_mask(x, 0.6, tau=0.5) * v).sum()
+
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf, v), leaf)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x, v), want)
+    torch.testing.assert_close(torch.func.jvp(loss, (x, v), (x, x))[1], (want * x).sum() + loss(x, x))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(leaf, v), leaf)[0], want)
+
+
+def test_the_nucleus_of_a_row_without_probabilities() -> None:
+    x = torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
+    want = khot.nucleus_mask(x, 0.9)
+    x[0, 2], x[1, 3], x[2] = NAN, INF, -INF
+    for given in (x, x.clone().requires_grad_()):
+        y = khot.nucleus_mask(given, 0.9).detach()
+        assert y[:3].isnan().all() and torch.equal(y[3:], want[3:])
+    with pytest.raises(ValueError, match=r"^p must lie in \[0, 1\], but got 1.5"):
+        khot.nucleus_mask(x, f64(0.1, 0.2, 0.3, 0.4, 1.5))
 
 
 # ------------------------------------------------------------------------------------------- shards

@@ -254,6 +254,7 @@ ODD: dict[str, dict[str, Any]] = {
     "khot.soft_budget": {"by": "value"},
     "khot.budget_mask": {"by": "value"},
     "khot.sparse_topk": {"p": 1.5},
+    "khot.nucleus_mask": {"p": 1.0},
     "khot.k_support_negentropy": {"input": PROBS},
     "khot.soft_topk_sum": {"phi": "abs"},
     "khot.project_permutahedron": {"p": 1.5},
@@ -277,6 +278,7 @@ ODD_ROLES: dict[str, dict[str, str]] = {
     **{f"khot.{n}": {"k": "integer"} for n in ("soft_permutation", "log_soft_permutation")},
     "khot.linear_topk": {"k": "integer", "weight": "scores", "bias": "scores"},
     "khot.baselines.pav_topk": {"p": "name"},
+    "khot.nucleus_mask": {"p": "quantile"},
     "khot.losses.log_rank_loss": {"grades": "size"},
     **{f"khot.losses.{n}_loss": {"k": "positive"} for n in ("ndcg", "recall_at_k", "precision_at_k")},
 }

@@ -611,6 +611,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     within = (x, *bounds, tau[:1], sums[1], "logistic", 1.0, True, False, 1e-6, "")
     cases.append(("bounded_assign", ops.bounded_assign.default, within))
     cases.append(("budget_mask", ops.budget_mask.default, (x, costs, k)))
+    cases.append(("nucleus_mask", ops.nucleus_mask.default, (x, k / 5)))
     for layout in (x, strided, expanded):
         places = torch.stack((whole, whole.flip(0)), -1)
         cases.append(("order_statistics", ops.order_statistics.default, (layout, places)))
@@ -659,6 +660,7 @@ def test_opcheck(place: int) -> None:
     constant = (
         "topk_mask",
         "budget_mask",
+        "nucleus_mask",
         "power_blocks",
         "selectable",
         "centred_places",

@@ -11,6 +11,7 @@ from khot._config import show_config as show_config
 from khot._config import version as _version
 from khot.assignment import soft_assign as soft_assign
 from khot.budgets import budget_mask as budget_mask
+from khot.budgets import nucleus_mask as nucleus_mask
 from khot.budgets import soft_budget as soft_budget
 from khot.counting import inverse_soft_count as inverse_soft_count
 from khot.counting import soft_count as soft_count
@@ -58,6 +59,7 @@ __all__ = [
     "log_soft_topk",
     "losses",
     "nn",
+    "nucleus_mask",
     "ot_topk",
     "project_permutahedron",
     "quantile",

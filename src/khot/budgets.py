@@ -13,13 +13,15 @@ from khot import cdfs
 from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
-from khot._core.precision import on, widen
+from khot._core.precision import at_least_single, on, widen
+from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot._core.ways import by_rows
 from khot._ops.budget_mask import greedy_mask
+from khot._ops.nucleus import nucleus
 from khot._ops.soft_budget import budget_map, check_costs
 from khot.cdfs import CDF, CDFName
 
-__all__ = ["budget_mask", "soft_budget"]
+__all__ = ["budget_mask", "nucleus_mask", "soft_budget"]
 
 BudgetName = Literal["score", "value"]
 
@@ -78,7 +80,7 @@ def soft_budget(
             False are ignored, even NaN and inf.
         hard: return the zeros and ones of :func:`budget_mask`, with the gradient of the soft selection. The
             mask skips entries that no longer fit and goes on with cheaper ones, so that it is no nucleus of a
-            top-p selection: that is ``soft_budget(...) > 0`` at a small tau with ``cdf="uniform"``.
+            top-p selection: that is :func:`nucleus_mask`.
         group: a ``torch.distributed`` process group over which the rows are spread, as for
             :func:`khot.soft_topk`. Each process passes its shard of the input and of the cost, and the same
             budget and tau. Not with ``hard``.
@@ -215,6 +217,60 @@ def budget_mask(
     w = _costs(cost, input, dim, mask, check=True)
     amount = arguments.per_row(budget, "budget", x, low=0, by_value=True)
     return arguments.unrows(_greedy(x.detach(), w, amount, by, at_most), input, dim)
+
+
+@by_rows(1)
+def nucleus_mask(
+    logits: Tensor, p: Scalar, dim: int = -1, *, tau: Scalar = 1.0, mask: Tensor | None = None
+) -> Tensor:
+    """The nucleus (top-p) of a distribution: 1 for the most probable entries, as few as have the probability
+    p together, 0 for the others.
+
+    The probabilities are softmax(logits), and their sums are taken in float64. Of equal entries, those of the
+    lowest index are taken. With p = 1 these are all entries above −inf.
+
+    Args:
+        logits: of any floating-point dtype, unnormalised. −inf is never selected.
+        p: in [0, 1]; a number or a tensor that broadcasts with the batch shape (the shape of the logits
+            without ``dim``).
+        dim: the dimension to select along.
+        tau: temperature > 0 of the soft selection whose gradient the mask has, in the units of the logits.
+        mask: bool, broadcastable to the logits; True where an entry may be selected. Entries under False are
+            ignored, even NaN and inf, and have no probability.
+
+    Returns:
+        Zeros and ones of the logits' shape and dtype. A row without probabilities is NaN: one with a NaN or
+        +inf, or in which no entry may be selected.
+
+    The gradient in logits, p and tau is a surrogate (straight-through), as with ``hard=True`` elsewhere: that
+    of the soft nucleus ``soft_budget(log_p, log_p.exp(), p, tau=tau)``, where log_p are the
+    log-probabilities.
+
+    Raises:
+        ValueError: p outside [0, 1]; tau ≤ 0; a mask or scalar that does not broadcast. (The values of
+            tensors are checked on the CPU in eager mode; elsewhere a row with a bad p is NaN.)
+        TypeError: logits that are not a floating-point tensor, mask that is not bool.
+        IndexError: dim out of range.
+
+    Source: Holtzman et al. 2020.
+
+    Example:
+        >>> logits = torch.tensor([0.05, 0.5, 0.12, 0.3, 0.02, 0.01]).log()
+        >>> khot.nucleus_mask(logits, 0.9)
+        tensor([0., 1., 1., 1., 0., 0.])
+    """
+    arguments.check_input(logits, "logits")
+    x = arguments.rows(logits, dim, mask)
+    share = arguments.per_row(p, "p", x, low=0, high=1, by_value=True)
+    scale = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
+    y = nucleus(x.detach(), share.detach())
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (x, share, scale))
+    if recorded or forward_mode_is_on() or transforms_are_on():
+        log_p = at_least_single(x).log_softmax(-1)
+        cost = log_p.exp().nan_to_num(0)  # in a row without probabilities, which is NaN by its log_p
+        soft = budget_map(log_p, cost, share, scale, cdfs.Logistic(), "score", False).to(x.dtype)
+        y = y + (soft - soft.detach())
+    return arguments.unrows(y, logits, dim)
 
 
 def _greedy(x: Tensor, cost: Tensor, budget: Tensor, by: str, at_most: bool) -> Tensor:
