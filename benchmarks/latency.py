@@ -103,6 +103,9 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "distributions.RelaxedKHot": lambda x: khot.distributions.RelaxedKHot(1.0, k, x).rsample(),
         "distributions.LogitRelaxedKHot": lambda x: khot.distributions.LogitRelaxedKHot(1.0, k, x).rsample(),
         "distributions.ConditionalPoisson": lambda x: khot.distributions.ConditionalPoisson(k, x).sample(),
+        "distributions.PlackettLuce": lambda x: khot.distributions.PlackettLuce(k, x).log_prob(
+            torch.arange(k, device=x.device)
+        ),
         "sample_khot": lambda x: khot.sample_khot(x, k),
     }
     for design in khot.sampling.designs:

@@ -103,7 +103,9 @@ def assert_mean(values: Tensor, expected: Tensor) -> None:
 
 def test_every_public_class_has_an_example() -> None:
     public = [getattr(distributions, name) for name in distributions.__all__]
-    assert {cls for cls in public if issubclass(cls, Distribution)} == set(EXAMPLES)
+    # whose samples are indices: test_plackett_luce.py
+    elsewhere = {distributions.PlackettLuce}
+    assert {cls for cls in public if issubclass(cls, Distribution)} - elsewhere == set(EXAMPLES)
 
 
 # ---------------------------------------------------------------------------------------- what torch expects

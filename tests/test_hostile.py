@@ -315,6 +315,12 @@ ROWS: dict[str, Row] = {
         )
         for name in ("RelaxedKHot", "LogitRelaxedKHot")
     },
+    "khot.distributions.PlackettLuce": Row(
+        distributions.PlackettLuce, {"k": 2, "logits": X}, {"k": "integer"}
+    ),
+    "khot.distributions.PlackettLuce.log_prob": Row(
+        distributions.PlackettLuce(4, X, validate_args=True).log_prob, {"value": ORDER}, {"value": "index"}
+    ),
     "khot.distributions.KHot.log_prob": Row(
         distributions.KHot(2, logits=X, design="sampford", validate_args=True).log_prob,
         {"value": TWO_OF_FOUR},
@@ -334,7 +340,7 @@ ROWS: dict[str, Row] = {
         f"khot.distributions.{p}.enumerate_support": Row(
             getattr(distributions, p)(2, logits=X).enumerate_support, {}
         )
-        for p in ("KHot", "KHotStraightThrough", "ConditionalPoisson")
+        for p in ("KHot", "KHotStraightThrough", "ConditionalPoisson", "PlackettLuce")
     },
     "khot.distributions.k_hot": Row(
         distributions.k_hot(2).check, {"value": TWO_OF_FOUR}, fine={"value": ("meta",)}

@@ -1,4 +1,4 @@
-"""Distributions over k-hot vectors, and over relaxed ones, in the manner of torch.distributions.
+"""Distributions over k-hot vectors, relaxed ones and ordered choices, in the manner of torch.distributions.
 
 =====================  ==============================================  ===============  =====================
 distribution           parameters                                      a sample         gradient of a sample
@@ -8,6 +8,7 @@ KHotStraightThrough    the same                                        k-hot    
 ConditionalPoisson     natural ones: p(x) ∝ exp(⟨logits, x⟩)           k-hot            none
 RelaxedKHot            temperature, logits                             sums to k        exact
 LogitRelaxedKHot       the same                                        its logits       exact
+PlackettLuce           logits                                          k indices        none
 =====================  ==============================================  ===============  =====================
 
 They can be used like torch's own distributions: with batch and event shapes, ``expand``, ``Independent``,
@@ -38,12 +39,14 @@ from khot.masks import sigmoid_topk, soft_topk, topk_mask
 from khot.sampling import DesignName, conditional_poisson
 from khot.sampling._lookup import resolve
 from khot.sampling._noise import gumbel_noise
+from khot.selection import topk
 
 __all__ = [
     "ConditionalPoisson",
     "KHot",
     "KHotStraightThrough",
     "LogitRelaxedKHot",
+    "PlackettLuce",
     "RelaxedKHot",
     "capped_simplex",
     "k_hot",
@@ -111,6 +114,24 @@ class capped_simplex(_WithK):
         arguments.check_input(value, "value")
         inside = ((value >= 0) & (value <= 1)).all(-1)
         return inside & ((widen(value).sum(-1) - self.k).abs() <= _tolerance(value, self.k))
+
+
+class _distinct_indices(Constraint):
+    """Different indices in [0, n), in any order."""
+
+    is_discrete = True
+    event_dim = 1
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        super().__init__()
+
+    def __repr__(self) -> str:
+        return f"distinct_indices(n={self.n})"
+
+    def check(self, value: Tensor) -> Tensor:
+        twice = (value.sort(-1).values.diff(dim=-1) == 0).any(-1)
+        return ((value >= 0) & (value < self.n)).all(-1) & ~twice
 
 
 class _real_vector(Constraint):
@@ -641,6 +662,119 @@ class LogitRelaxedKHot(_Relaxed):
         self._check_value(value)
         dtype = torch.promote_types(value.dtype, self.logits.dtype)
         return self._log_density(widen(value), of_simplex=False).to(dtype)
+
+
+class PlackettLuce(Distribution):
+    """The first k places of a random ranking: k different indices in the order in which they are drawn.
+
+        p(i_1, …, i_k) = Π_j exp(θ_(i_j)) / Σ_(i not drawn before) exp(θ_i)
+
+    Each next entry is drawn with a probability ∝ exp(logits) among those that are left. With k = n it is a
+    distribution over permutations, as of the rankings that people give; with k = 1 it is ``Categorical``.
+
+    Args:
+        k: how many are drawn; an int in [0, n].
+        logits: θ, (*batch, n). −inf is never drawn.
+
+    Samples are int64, (*sample, *batch, k). ``sample`` takes the k largest of logits + Gumbel noise; without
+    their order they are the draws of :func:`khot.sampling.gumbel_topk`. ``log_prob`` takes O(n) time and is
+    differentiable in logits; indices of which two are equal have −inf where the validation does not refuse
+    them. ``probs`` are the probabilities of the first place, and ``mode`` is the descending order of the
+    logits.
+
+    Raises:
+        ValueError: k that is not in [0, n]; with validation, more than the entries above −inf.
+        TypeError: k that is not an int, logits that are not a floating-point tensor.
+
+    Sources: Luce 1959; Plackett 1975; Kool, van Hoof, Welling 2019 for the samples.
+
+    Example:
+        >>> p = khot.distributions.PlackettLuce(2, torch.tensor([0.5, 0.3, 0.2]).log())
+        >>> p.mode, p.log_prob(p.mode).exp()  # 0.5 · 0.3/(0.3 + 0.2)
+        (tensor([0, 1]), tensor(0.3000))
+    """
+
+    arg_constraints: ClassVar[dict[str, Constraint]] = {"logits": constraints.real_vector}
+    has_enumerate_support = True
+
+    def __init__(self, k: int, logits: Tensor, validate_args: bool | None = None) -> None:
+        arguments.check_input(logits, "logits")
+        if validate_args is not None:
+            arguments.check_flags(validate_args=validate_args)
+        if logits.dim() == 0:
+            raise ValueError(f"logits must have at least one dim, but got {logits}")
+        arguments.check_integer(k, "k", low=0, high=logits.shape[-1])
+        self.k, self.logits = int(k), logits
+        super().__init__(logits.shape[:-1], torch.Size([self.k]), validate_args=validate_args)
+        if self._validate_args and logits.numel() and arguments.readable(logits):
+            fewest = int((logits != -math.inf).sum(-1).min())
+            if fewest < k:
+                raise ValueError(
+                    f"k must lie in [0, number of logits above -inf], but got {k} for a row with {fewest}"
+                )
+
+    def expand(self, batch_shape: _Shape, _instance: Any = None) -> PlackettLuce:
+        new: Any = self._get_checked_instance(PlackettLuce, _instance)
+        new.k, new.logits = self.k, self.logits.expand(*batch_shape, -1)
+        Distribution.__init__(new, torch.Size(batch_shape), self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    @constraints.dependent_property(is_discrete=True, event_dim=1)
+    def support(self) -> Constraint:
+        return _distinct_indices(self.logits.shape[-1])
+
+    @lazy_property
+    def probs(self) -> Tensor:
+        """The probabilities of the first place, (*batch, n)."""
+        return self.logits.softmax(-1)
+
+    @property
+    def mode(self) -> Tensor:
+        return topk(self.logits, self.k).indices
+
+    def sample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
+        with torch.no_grad():
+            x = at_least_single(self.logits.expand(*sample_shape, *self.logits.shape))
+            return topk(x + gumbel_noise(x), self.k).indices
+
+    def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
+        raise NotImplementedError(
+            "PlackettLuce has no rsample, because its samples are discrete: use khot.estimators."
+            "score_function with log_prob, or khot.soft_permutation of logits with Gumbel noise"
+        )
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        arguments.check_index(value, "value", self.logits)
+        if self._validate_args:
+            self._validate_sample(value)
+        batch = _broadcast(self.batch_shape, value.shape[:-1], "value without its last dim", "logits")
+        value, logits = value.expand(*batch, -1), at_least_single(self.logits).expand(*batch, -1)
+        chosen = logits.gather(-1, value)
+        impossible = ~self.support.check(value) | (chosen == -math.inf).any(-1)
+        chosen = chosen.masked_fill(impossible.unsqueeze(-1), 0)  # whose gradient would be NaN
+        others = logits.scatter(-1, value, -math.inf)
+        # what was left before each draw, added up from the last one on
+        left = torch.cat((_log_sum(others), chosen.flip(-1)), -1).logcumsumexp(-1)[..., 1:].flip(-1)
+        log_prob = (chosen - left).sum(-1).masked_fill(impossible, -math.inf)
+        return log_prob.to(self.logits.dtype)
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """All ordered choices, (n!/(n − k)!, *batch_shape, k)."""
+        arguments.check_flags(expand=expand)
+        every = list(itertools.permutations(range(self.logits.shape[-1]), self.k))
+        values = torch.tensor(every, dtype=torch.long, device=self.logits.device)
+        values = values.reshape(len(every), *(1,) * len(self.batch_shape), self.k)
+        return values.expand(-1, *self.batch_shape, self.k) if expand else values
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, k: {self.k})"
+
+
+def _log_sum(x: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials of each row; −inf, without a gradient, where all are −inf."""
+    nothing = (x == -math.inf).all(-1, keepdim=True)
+    return x.masked_fill(nothing, 0).logsumexp(-1, keepdim=True).masked_fill(nothing, -math.inf)
 
 
 class _Drawn(NamedTuple):
