@@ -69,6 +69,8 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "k_support_negentropy": lambda x: khot.k_support_negentropy(x.softmax(-1), k),
         "kth_value": lambda x: khot.kth_value(x, k),
         "quantile": lambda x: khot.quantile(x, 0.9),
+        "quantile, weights": lambda x: khot.quantile(x, 0.9, weights=x.detach().exp()),
+        "conformal_quantile": lambda x: khot.conformal_quantile(x, 0.1),
         "topk": lambda x: khot.topk(x, k).values,
         "linear_topk": lambda x: khot.linear_topk(x, torch.eye(n, device=x.device), k).values,
         "soft_assign": lambda x: khot.soft_assign(x, float(k)),

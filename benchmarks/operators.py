@@ -115,7 +115,7 @@ OPERATORS = {f"soft_topk, {name}": operator for name, operator in CDFS.items()} 
 # Public operators whose benchmarks are their own.
 ELSEWHERE = {
     "budget_mask": "benchmarks.latency",
-    "nucleus_mask": "benchmarks.latency",
+    **dict.fromkeys(("conformal_quantile", "nucleus_mask"), "benchmarks.latency"),
     "k_support_negentropy": "benchmarks.latency",
     "k_support_norm": "benchmarks.latency",
     "soft_topk_exp": "benchmarks.latency",

@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -52,6 +53,7 @@ ARGUMENTS: dict[str, Arguments] = {
     **dict.fromkeys(("soft_quantile", "soft_median", "quantile", "project_permutahedron"), Arguments()),
     **dict.fromkeys(("k_support_norm", "k_support_negentropy", "kth_value", "topk"), Arguments(tau=None)),
     "nucleus_mask": Arguments(k="p", tau=None),
+    "conformal_quantile": Arguments(k="alpha", tau=None),
 }
 
 
@@ -651,6 +653,45 @@ OPERATORS += [
             has_tau=False,
         )
         for interpolation in get_args(InterpolationName)
+    ),
+]
+
+
+def _weighted_quantile(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
+    shape = [1] * x.dim()
+    if shape:
+        shape[dim] = x.shape[dim]
+    n = torch.arange(1, 1 + (x.shape[dim] if shape else 1), device=x.device)
+    return khot.quantile(x, 0.7, dim, weights=(n % 3).reshape(shape))
+
+
+OPERATORS += [
+    Operator(
+        "quantile-weights",
+        "quantile",
+        _weighted_quantile,
+        lambda x, k, tau: float(
+            np.quantile(x.double(), 0.7, method="inverted_cdf", weights=np.arange(1, len(x) + 1) % 3)
+        ),
+        out_dims=0,
+        selects=False,
+        has_mask=False,
+        piecewise_linear=True,
+        integer_k=True,
+        has_tau=False,
+    ),
+    # of 7 scores and one more
+    Operator(
+        "conformal_quantile",
+        "conformal_quantile",
+        lambda x, k, tau, **options: khot.conformal_quantile(x, 1 - k / 8, **options),
+        lambda x, k, tau: float(np.sort(x.double())[math.ceil(k) - 1]),
+        out_dims=0,
+        selects=False,
+        has_mask=False,
+        piecewise_linear=True,
+        integer_k=True,
+        has_tau=False,
     ),
 ]
 

@@ -135,8 +135,8 @@ ROLES = {
     "dim": "dim",
     "capacity": "positive",
     "total": "positive",
-    "q": "quantile",
-    "cost": "cost",
+    **dict.fromkeys(("q", "alpha"), "quantile"),
+    **dict.fromkeys(("cost", "weights"), "cost"),
     "budget": "budget",
     "by": "name",
 }
@@ -218,6 +218,7 @@ GOOD = {
     "mask": MASK,
     "target": ORDER,
     "capacity": 2.0,
+    "alpha": 1.0,
     "cost": torch.ones(N),
     "w": torch.tensor([2.0, 1.0, 3.0, 0.0]),
 }
@@ -254,6 +255,7 @@ ODD: dict[str, dict[str, Any]] = {
     "khot.soft_budget": {"by": "value"},
     "khot.budget_mask": {"by": "value"},
     "khot.sparse_topk": {"p": 1.5},
+    "khot.quantile by weights": {"weights": torch.ones(N)},
     "khot.nucleus_mask": {"p": 1.0},
     "khot.k_support_negentropy": {"input": PROBS},
     "khot.soft_topk_sum": {"phi": "abs"},
@@ -285,7 +287,7 @@ ODD_ROLES: dict[str, dict[str, str]] = {
 FINE: dict[str, dict[str, tuple[Any, ...]]] = {
     "khot.soft_assign": {"total": (HUGE,)},  # refused as the infinity that it is as a float
     "khot.budget_mask": {"budget": (N + 1, math.inf)},
-    "khot.quantile": {"dim": (None,)},
+    **{f"khot.quantile{name}": {"dim": (None,)} for name in ("", " by weights")},
     **{f"khot.{n}": {"k": (None,)} for n in ("soft_permutation", "log_soft_permutation")},
     **{f"khot.estimators.{n}": {"k": (None,)} for n in ("straight_through", "second_order")},
     "khot.sample_khot": {"k": (None,)},
@@ -298,7 +300,7 @@ FUNCTIONS = [name for name in FUNCTIONS if ".distributions." not in name]
 ROWS: dict[str, Row] = {
     **{
         name: of(PUBLIC[name.partition(" ")[0]], ODD.get(name, {}), ODD_ROLES.get(name), **FINE.get(name, {}))
-        for name in (*FUNCTIONS, "khot.soft_rank by projection", "khot.soft_sort by projection")
+        for name in (*FUNCTIONS, *(name for name in ODD if " by " in name))
     },
     # distributions: constructors, then what takes a tensor
     **{
@@ -716,6 +718,7 @@ def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
 def test_every_argument_has_a_good_value(name: str) -> None:
     row = ROWS[name]
     optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
+    optional |= {"weights"}  # which exclude an interpolation
     optional |= {"candidates", "gap"}  # which hard=True and a larger top_k exclude, or hard=False
     assert set(parameters(row)) - set(row.good) - UNCHECKED - set(flags_of(row)) - optional <= {
         "key_padding_mask",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,82 @@ def test_masks(interpolation: InterpolationName) -> None:
         assert_same(smallest[i], row.sort().values[1])
     flat = khot.quantile(x, 0.4, None, mask=mask, interpolation=interpolation)
     assert_same(flat, khot.quantile(x[mask], 0.4, interpolation=interpolation))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["any", "ties", "zeros"])
+@pytest.mark.parametrize("n", [1, 2, 7, 50, 3000])
+def test_weighted_quantiles_are_numpy_s(n: int, kind: str, dtype: torch.dtype) -> None:
+    x, weights = normal(4, n).to(dtype), normal(4, n, seed=1).abs()
+    if kind == "ties":
+        x, weights = (3 * x).round(), (3 * weights).ceil().long()
+    if kind == "zeros":
+        weights[:, 1:] *= normal(4, n, seed=2)[:, 1:] < -0.3
+        x[1] = x[1].abs().sqrt().log()
+    options: dict[str, Any] = {"method": "inverted_cdf", "weights": weights.numpy()}
+    want = np.quantile(x.double().numpy(), np.array(LEVELS), axis=-1, **options)
+    assert_same(khot.quantile(x, Q_LIST, weights=weights).double(), torch.from_numpy(want))
+
+
+def test_weights_masks_and_shapes() -> None:
+    x, weights = normal(4, 9), normal(4, 9, seed=1).abs()
+    mask = torch.rand(4, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[3], weights[2] = False, 0
+    alone = [khot.quantile(a[m], Q_LIST, weights=w[m]) for a, m, w in zip(x[:2], mask, weights, strict=False)]
+    flat = khot.quantile(x[mask], 0.4, weights=weights[mask])
+    x[~mask], weights[~mask] = NAN, -INF
+    got = khot.quantile(x, Q_LIST, weights=weights, mask=mask)
+    assert_same(got[:, :2], torch.stack(alone, 1))
+    assert got[:, 2:].isnan().all()
+    assert_same(khot.quantile(x, 0.4, None, weights=weights, mask=mask), flat)
+    whole, column = normal(3, 2, 5), torch.tensor([1.0, 3.0]).unsqueeze(-1)
+    got = khot.quantile(whole, torch.tensor([0.2, 0.9]), 1, True, weights=column)
+    want = np.quantile(
+        whole.numpy(), [0.2, 0.9], axis=1, keepdims=True, method="inverted_cdf",
+        weights=column.expand(3, 2, 5).numpy(),
+    )  # fmt: skip
+    assert_same(got, torch.from_numpy(want))
+
+
+def test_bad_weights() -> None:
+    x = normal(3)
+    for bad in (-1.0, INF, NAN):
+        with pytest.raises(ValueError, match=f"^weights must be finite and >= 0, but got {bad}"):
+            khot.quantile(x, 0.5, weights=torch.tensor([1.0, bad, 1.0]))
+        got = torch.func.vmap(lambda w: khot.quantile(x, 0.5, weights=w))(torch.tensor([[1.0, bad, 1.0]]))
+        assert got.isnan().all()
+    with pytest.raises(
+        ValueError, match=r"^weights must broadcast to the input's shape \(3,\), but got \(2,\)"
+    ):
+        khot.quantile(x, 0.5, weights=torch.ones(2))
+    with pytest.raises(ValueError, match=r"^interpolation must be left out with weights, but got .lower."):
+        khot.quantile(x, 0.5, weights=torch.ones(3), interpolation="lower")
+
+
+@pytest.mark.parametrize("n", [1, 4, 9, 19, 99])
+def test_the_conformal_rank_is_that_of_exact_arithmetic(n: int) -> None:
+    scores = normal(n)
+    ordered = [*sorted(scores.tolist()), INF]
+    for percent in range(101):
+        place = max(1, math.ceil(Fraction(100 - percent, 100) * (n + 1)))
+        for alpha in (percent / 100, torch.tensor(percent / 100)):
+            assert khot.conformal_quantile(scores, alpha).item() == ordered[place - 1]
+
+
+def test_conformal_quantiles_of_classes() -> None:
+    scores, label = normal(40), torch.arange(40) % 7 % 4
+    of_class = label == torch.arange(5).unsqueeze(-1)  # there is nothing of the last one
+    got = khot.conformal_quantile(scores.expand(5, -1), 0.25, mask=of_class)
+    want = [khot.conformal_quantile(scores[row], 0.25) for row in of_class]
+    assert_same(got, torch.stack(want))
+    assert got[-1] == INF
+    assert khot.conformal_quantile(normal(3, 6, 2), torch.tensor([0.2, 0.4]), dim=1).shape == (3, 2)
+
+
+def test_a_conformal_quantile_covers() -> None:
+    scores = normal(20_000, 20)
+    covered = scores[:, 19] <= khot.conformal_quantile(scores[:, :19], 0.1)
+    assert abs(covered.double().mean() - 0.9) < 4.9 * math.sqrt(0.09 / 20_000)  # fails for 1 seed in 10⁶
 
 
 def test_rows_in_which_nothing_takes_part() -> None:

@@ -146,7 +146,7 @@ def test_dim_counts_from_the_end_and_ends_the_positional_arguments(name: str) ->
 # what may stand between the tensor and dim, in this order
 BETWEEN = (
     *("q_logits", "w", "cost", "budget", "targets", "relevance", "labels"),
-    *("k", "p", "at", "count", "q", "target", "weight", "design"),
+    *("k", "p", "at", "count", "q", "alpha", "target", "weight", "design"),
 )
 FUNCTIONS = [
     name for name, call in CALLS.items() if inspect.isfunction(call) and not name.startswith("khot.nn.")
@@ -159,7 +159,11 @@ def test_the_tensor_comes_first_then_k_then_dim(name: str) -> None:
     if order[0] == "value":  # log_prob(value, logits, k), as log_prob(value) of torch
         order = order[1:]
     of_a_ranking = name.startswith("khot.losses.") and {"targets", "relevance", "labels"} & set(order)
-    assert order[0] in (("scores",) if of_a_ranking else ("input", "logits", "probs", "p_logits"))
+    assert order[0] in (
+        ("scores",)
+        if of_a_ranking or name == "khot.conformal_quantile"
+        else ("input", "logits", "probs", "p_logits")
+    )
     between = order[1 : order.index("dim")]
     assert between == [option for option in BETWEEN if option in between]
 

@@ -30,6 +30,7 @@ from khot.masks import soft_topk as soft_topk
 from khot.masks import sparse_topk as sparse_topk
 from khot.masks import topk_mask as topk_mask
 from khot.permutahedron import project_permutahedron as project_permutahedron
+from khot.quantiles import conformal_quantile as conformal_quantile
 from khot.quantiles import kth_value as kth_value
 from khot.quantiles import quantile as quantile
 from khot.ranking import log_soft_permutation as log_soft_permutation
@@ -47,6 +48,7 @@ __all__ = [
     "baselines",
     "budget_mask",
     "cdfs",
+    "conformal_quantile",
     "distributions",
     "estimators",
     "inverse_soft_count",

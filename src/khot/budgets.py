@@ -13,7 +13,7 @@ from khot import cdfs
 from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
-from khot._core.precision import at_least_single, on, widen
+from khot._core.precision import at_least_single, widen
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot._core.ways import by_rows
 from khot._ops.budget_mask import greedy_mask
@@ -289,19 +289,7 @@ def _greedy(x: Tensor, cost: Tensor, budget: Tensor, by: str, at_most: bool) -> 
 
 def _costs(cost: Any, input: Tensor, dim: int, mask: Tensor | None, check: bool) -> Tensor:
     """The costs in the layout of the rows, 0 under the mask; with ``check``, their values are checked."""
-    arguments.check_real(cost, "cost")
-    arguments.check_device(cost, "cost", input)
-    try:
-        w = on(input.device, cost).expand(input.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"cost must broadcast to the input's shape {tuple(input.shape)}, but got {tuple(cost.shape)}"
-        ) from None
-    axis = arguments.check_dim(input, dim)
-    w = w.movedim(axis, -1) if input.dim() else w.reshape(1)
-    if mask is not None:
-        w = torch.where(arguments.mask_rows(mask, input, axis), w, 0)
-    w = w if w.is_floating_point() else widen(w)
+    w = arguments.of_entries(cost, "cost", input, dim, mask)
     if check:
         check_costs(w)
     return w

@@ -1,8 +1,10 @@
-"""Exact order statistics: the k-th entry of each row and its quantiles, without a sort."""
+"""Exact order statistics: the k-th entry of each row and its quantiles, without a sort; with weights, by
+one."""
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from khot._ops.interpolation import interpolate
 from khot._ops.order_statistics import order_statistics
 from khot._ops.quantiles import quantiles
 
-__all__ = ["kth_value", "quantile"]
+__all__ = ["conformal_quantile", "kth_value", "quantile"]
 
 
 @by_rows(0)
@@ -108,6 +110,7 @@ def quantile(
     keepdim: bool = False,
     *,
     interpolation: InterpolationName = "linear",
+    weights: Tensor | None = None,
     mask: Tensor | None = None,
     group: Any = None,
     offsets: Tensor | None = None,
@@ -126,24 +129,29 @@ def quantile(
         interpolation: what stands at a position between two entries: ``"linear"``, the point of the line
             between them; ``"lower"`` or ``"higher"``, one of the two; ``"nearest"``, the nearer one, and
             half-way the one whose position is even; ``"midpoint"``, the mean of the two.
+        weights: ≥ 0, a tensor of integers or floating-point numbers that broadcasts to the input. The
+            quantile is then the smallest entry up to which the weights sum to q times all of them, as from
+            ``numpy.quantile(..., method="inverted_cdf", weights=...)``, by a sort. Entries of weight 0 are
+            never it. Not with an interpolation or a group.
         mask, group: as for :func:`kth_value`; with ``dim=None``, all entries of all processes are one row.
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A tensor of the input's dtype and of its shape without ``dim``. If q has a dim, the result has a first
         dim of q's length, as from ``torch.quantile``. The quantile of a row with a NaN, or of a row in which
-        no entry takes part, is NaN.
+        no entry takes part or all weights are 0, is NaN.
 
         Infinite entries are ordinary ones. Strictly between a finite and an infinite entry, linear
         interpolation and the midpoint give the infinite one, and between −inf and inf they give NaN.
 
     The gradient goes to the entries that the result is computed from, and of equal ones to the one of lowest
     index. An infinite result has no gradient, and a row with a NaN has NaN. With linear interpolation, the
-    result is differentiable in q too. With ``group``, gradients are those of :func:`kth_value`.
+    result is differentiable in q too. Weights have no gradient. With ``group``, gradients are those of
+    :func:`kth_value`.
 
     Raises:
         ValueError: q outside [0, 1] or with more than one dim; rows without any entry; an unknown
-            interpolation; others as for :func:`kth_value`.
+            interpolation; a weight that is negative, infinite or NaN; others as for :func:`kth_value`.
         TypeError, IndexError: as for :func:`kth_value`.
 
     Example:
@@ -152,8 +160,15 @@ def quantile(
         tensor(7.)
         >>> khot.quantile(x, torch.tensor([0.0, 0.5, 0.9]), interpolation="higher")
         tensor([1., 3., 9.])
+        >>> khot.quantile(x, 0.5, weights=torch.tensor([1, 1, 1, 1, 5]))
+        tensor(9.)
     """
     row = rows.named(group)
+    if weights is not None:
+        if check_interpolation(interpolation) != "linear":
+            raise ValueError(f"interpolation must be left out with weights, but got {interpolation!r}")
+        if not row.here:
+            raise ValueError("weights must be None with a group, but got a tensor")
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
         arguments.check_flags(keepdim=keepdim)
@@ -167,13 +182,17 @@ def quantile(
             return x, x, flat, chosen, axis
         return x, arguments.quantile_levels(q, x), flat, chosen, axis
 
-    one_number = _is_one_number(q, mask, row)
+    one_number = weights is None and _is_one_number(q, mask, row)
     x, level, flat, chosen, axis = row.agree(prepare, q=q, interpolation=interpolation)
     if row.limit(x) == 0:
         raise ValueError(_empty(input))
     if one_number:
         value = _at_number(x, q * (x.shape[-1] - 1), interpolation)
         return value.reshape(_kept(input, dim)) if keepdim else value.squeeze(-1)
+    if weights is not None:
+        w = arguments.of_entries(weights, "weights", input, -1 if dim is None else dim, mask)
+        value = _weighted(x, widen(level).reshape(-1), w.reshape(x.shape)).movedim(-1, 0)
+        return _as_asked(value, level, input, dim, keepdim)
     n = _lengths(x, flat, axis, chosen, row)
     if not row.here and torch.compiler.is_compiling():
         level = shared.share(level, row.name)
@@ -181,6 +200,69 @@ def quantile(
         (level,) = row.share([level])
     last = (n - 1).clamp(min=0) if isinstance(n, Tensor) else n - 1
     value = _at(x, widen(level).reshape(-1) * last, n, interpolation, row).movedim(-1, 0)
+    return _as_asked(value, level, input, dim, keepdim)
+
+
+@by_rows(0)
+def conformal_quantile(scores: Tensor, alpha: Scalar, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """The threshold of split conformal prediction: the ⌈(n + 1)(1 − α)⌉-th smallest of n scores.
+
+    A new score that is exchangeable with the n scores is no larger than it with a probability of at least
+    1 − α. So the labels whose scores are no larger than it are a set that has the right one as often as that.
+    Where (n + 1)(1 − α) > n there are too few scores for this α, and the threshold is +inf.
+
+    Args:
+        scores: nonconformity scores of calibration data, large where a label does not fit; of any
+            floating-point dtype.
+        alpha: the error rate α, in [0, 1]; a number or a tensor that broadcasts with the batch shape (the
+            shape of the scores without ``dim``). (n + 1)(1 − α) counts as whole where it is so up to the
+            rounding of α, as for n = 9 and α = 0.7, where in floating point it is above 3.
+        dim: the dimension of the calibration data.
+        mask: bool, broadcastable to the scores; True where a score takes part. n is then the number of these
+            scores. For a threshold for each class, pass the scores as ``scores.expand(num_classes, -1)`` and
+            ``labels == torch.arange(num_classes).unsqueeze(-1)`` as the mask.
+
+    Returns:
+        A tensor of the scores' dtype and of their shape without ``dim``. The result of a row with a NaN is
+        NaN.
+
+    The gradient goes to the score that is returned, as for :func:`kth_value`.
+
+    Raises:
+        ValueError: α outside [0, 1]; a mask or α that does not broadcast.
+        TypeError, IndexError: as for :func:`kth_value`.
+
+    Source: Vovk, Gammerman, Shafer 2005; Angelopoulos, Bates 2023, section 1.
+
+    Example:
+        >>> scores = torch.tensor([0.3, 0.1, 0.9, 0.5])
+        >>> khot.conformal_quantile(scores, 0.2), khot.conformal_quantile(scores, 0.1)
+        (tensor(0.9000), tensor(inf))
+    """
+    arguments.check_input(scores, "scores")
+    x = arguments.rows(scores, dim, mask, fill=math.inf)
+    alpha = arguments.per_row(alpha, "alpha", x, low=0, high=1)
+    more = 1 + (x.shape[-1] if mask is None else arguments.mask_rows(mask, scores, dim).sum(-1))
+    place = more * (1 - widen(alpha.detach()))
+    rounding = 2 * min(torch.finfo(alpha.dtype).eps, torch.finfo(torch.float32).eps)
+    near = (place - place.round()).abs() <= more * rounding
+    k = torch.where(near, place.round(), place.ceil()).clamp(min=1)
+    return kth_value(torch.nn.functional.pad(x, (0, 1), value=math.inf), k, largest=False)
+
+
+def _weighted(x: Tensor, level: Tensor, weights: Tensor) -> Tensor:
+    """The first entries of the ascending order at which the share of the weights reaches levels (m)."""
+    weights = arguments.check_values(widen(weights.detach()), "weights", low=0, high=sys.float_info.max)
+    sums = weights.gather(-1, x.detach().argsort(dim=-1, stable=True)).cumsum(-1)
+    total = sums[..., -1:]
+    share = (sums / total).masked_fill(sums == 0, -1)  # an entry of weight 0 is not it, even for level 0
+    at = (share.unsqueeze(-2) < level.detach().unsqueeze(-1)).sum(-1)
+    bad = ~((total > 0) & (total < math.inf)) | (weights < 0).any(-1, True)
+    return order_statistics(x, widen(x.shape[-1] - at).masked_fill(bad, math.nan))
+
+
+def _as_asked(value: Tensor, level: Tensor, input: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """Quantiles (m, *batch) in the shape of the input without dim, with a first dim if the level has one."""
     if keepdim:
         value = value.reshape(value.shape[0], *_kept(input, dim))
     return value if level.dim() else value.squeeze(0)

@@ -53,6 +53,7 @@ __all__ = [
     "k_and_tau",
     "mask_rows",
     "not_binary",
+    "of_entries",
     "per_row",
     "plain",
     "quantile_levels",
@@ -84,7 +85,7 @@ INTEGERS = frozenset(
 
 #: Tensors with one value for each entry of the input, and those that are the same for all rows. All others
 #: have one value, or several, for each row.
-OF_ENTRIES = frozenset({"cost", "labels", "mask", "q_logits", "relevance", "target", "targets"})
+OF_ENTRIES = frozenset({"cost", "labels", "mask", "q_logits", "relevance", "target", "targets", "weights"})
 OF_ALL = frozenset({"q", "w"})
 
 
@@ -228,6 +229,23 @@ def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
     if input.dim() == 0:
         return mask.reshape(1)
     return mask.expand(input.shape).movedim(dim, -1)
+
+
+def of_entries(value: Any, name: str, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+    """Numbers of the input's entries, such as costs, in the layout of :func:`rows` and in a floating-point
+    dtype; 0 where the mask is False."""
+    check_real(value, name)
+    check_device(value, name, input)
+    if not broadcasts(value.shape, input.shape):
+        raise ValueError(
+            f"{name} must broadcast to the input's shape {tuple(input.shape)}, but got {tuple(value.shape)}"
+        )
+    dim = check_dim(input, dim)
+    w = precision.on(input.device, value).expand(input.shape)
+    w = w.movedim(dim, -1) if input.dim() else w.reshape(1)
+    if mask is not None:
+        w = torch.where(mask_rows(mask, input, dim), w, 0)
+    return w if w.is_floating_point() else precision.widen(w)
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
