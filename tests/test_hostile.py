@@ -450,11 +450,19 @@ ROWS: dict[str, Row] = {
         khot.nn.MixtureOfExperts(khot.nn.TokenChoiceRouter(4, 3, 2), [nn.Linear(4, 2) for _ in range(3)]),
         TOKENS,
     ),
-    "khot.nn.TopKSAE": of(
-        khot.nn.TopKSAE,
-        {"in_features": 3, "latents": N, "tau": 1.0, "revive": 9, "widths": [2], "refine": 1},
-        {"revive": "positive", "widths": "widths", "refine": "times"},
-        **dict.fromkeys(("revive", "widths"), (None,)),
+    **{
+        f"khot.nn.TopKSAE{name}": of(
+            khot.nn.TopKSAE,
+            {"in_features": 3, "latents": N, "tau": 1.0, "revive": 9, "widths": [2], **more},
+            {"revive": "positive", "widths": "widths", "refine": "times", "out_features": "size"},
+            **dict.fromkeys(("revive", "widths", "out_features"), (None,)),
+        )
+        for name, more in {"": {"refine": 1}, " as a transcoder": {"out_features": 5}}.items()
+    },
+    "khot.nn.TopKSAE.forward of a transcoder": Row(
+        khot.nn.TopKSAE(4, 6, 2, out_features=4),
+        {"input": X, "loss": "mse", "target": X},
+        {"loss": "name", "target": "scores"},
     ),
     "khot.nn.TopKSAE.forward": Row(khot.nn.TopKSAE(4, 6, 2), {"input": X, "loss": "mse"}, {"loss": "name"}),
     "khot.nn.TopKSAE.forward in eval mode": Row(
@@ -718,7 +726,7 @@ def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
 def test_every_argument_has_a_good_value(name: str) -> None:
     row = ROWS[name]
     optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
-    optional |= {"weights"}  # which exclude an interpolation
+    optional |= {"weights", "out_features", "target", "refine"}  # of which some exclude others
     optional |= {"candidates", "gap"}  # which hard=True and a larger top_k exclude, or hard=False
     assert set(parameters(row)) - set(row.good) - UNCHECKED - set(flags_of(row)) - optional <= {
         "key_padding_mask",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.precision import widen
 from khot.nn._modes import in_mode
-from khot.nn._sae_metrics import batches_of, check_sae, rows_of, share
+from khot.nn._sae_metrics import Activations, batches_of, check_sae, is_whole, rows_of, share
 from khot.nn.anneal import Anneal
 from khot.nn.sae import LossParts, TopKSAE
 
@@ -27,7 +27,7 @@ Row = dict[str, float]
 
 def fit_sae(
     sae: TopKSAE,
-    activations: Tensor | Iterable[Tensor],
+    activations: Activations,
     steps: int,
     *,
     batch_size: int = 256,
@@ -61,7 +61,8 @@ def fit_sae(
             (docs/distributed).
         activations: a tensor (..., in_features) on any device, of which every pass takes all vectors in a new
             order, except those that fill no whole batch; or an iterable of batches (..., in_features), which
-            is gone through again where it ends early, as a DataLoader can be.
+            is gone through again where it ends early, as a DataLoader can be. For a transcoder, a tuple of
+            inputs and targets, or an iterable of pairs of these.
         steps: how many steps to take.
         batch_size: how many vectors of a tensor a batch has.
         lr: the rate, for which 1e-3 is good and 3e-3 as a rule, too.
@@ -150,9 +151,9 @@ def fit_sae(
             with _bar(progress, steps, run.step) as show:
                 while run.step < steps:
                     rate = lr * min(1.0, (steps - run.step) / (decay * steps)) if decay else lr
-                    x = next(batches)
+                    x, y = next(batches)
                     sae.train()  # the callback, or what gives the batches, may have left it in eval mode
-                    row = run.take(x, rate)
+                    row = run.take(x, y, rate)
                     taken += 1
                     for anneal in anneals:
                         anneal.step()
@@ -191,15 +192,16 @@ class _Run:
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def take(self, x: Tensor, rate: float) -> Row | None:
+    def take(self, x: Tensor, y: Tensor, rate: float) -> Row | None:
         """A step, and its row if there is one in the record."""
+        target = None if y is x else y.clone() if y.is_inference() else y
         x = x.clone() if x.is_inference() else x
         recorded = (self.step + 1) % self.settings["every"] == 0 or self.step + 1 == self.settings["steps"]
         self.optimizer.zero_grad()
-        parts = self.sae.loss_parts(x, self.settings["kind"])
+        parts = self.sae.loss_parts(x, self.settings["kind"], target=target)
         if (recorded or parts.loss.device.type == "cpu") and not math.isfinite(parts.loss.item()):
-            raise FloatingPointError(self._why(x, parts))
-        row = self._row(x, parts, rate) if recorded else None
+            raise FloatingPointError(self._why(x if target is None else torch.cat((x, y), -1), parts))
+        row = self._row(y, parts, rate) if recorded else None
         parts.loss.backward()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -214,8 +216,8 @@ class _Run:
             self.record.append(row)
         return row
 
-    def _row(self, x: Tensor, parts: LossParts, rate: float) -> Row:
-        wide = widen(x) - widen(x[0])  # exactly 0 where all are the same
+    def _row(self, y: Tensor, parts: LossParts, rate: float) -> Row:
+        wide = widen(y) - widen(y[0])  # exactly 0 where all are the same
         variance = (wide - wide.mean(0)).square().mean()
         row = {
             "step": self.step,
@@ -282,28 +284,35 @@ class _Run:
             parameter.copy_(mean)
 
 
-def _batches(activations: Any, sae: TopKSAE, size: int, seed: int, skip: int) -> Iterator[Tensor]:
+def _batches(
+    activations: Any, sae: TopKSAE, size: int, seed: int, skip: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches on the device of the autoencoder, without the first ``skip`` of them, and without an end."""
-    if not isinstance(activations, Tensor):
+    if not is_whole(activations, sae):
         return _again_and_again(activations, sae, skip)
     rows = rows_of(activations, sae)
-    if not len(rows):
-        raise ValueError(f"activations must have vectors, but got shape {tuple(activations.shape)}")
-    return _shuffled(rows, sae, min(size, len(rows)), seed, skip)
+    if not len(rows[0]):
+        raise ValueError(f"activations must have vectors, but got shape {tuple(rows[0].shape)}")
+    return _shuffled(rows, sae, min(size, len(rows[0])), seed, skip)
 
 
-def _shuffled(rows: Tensor, sae: TopKSAE, size: int, seed: int, skip: int) -> Iterator[Tensor]:
-    each = len(rows) // size
+def _shuffled(
+    rows: tuple[Tensor, Tensor], sae: TopKSAE, size: int, seed: int, skip: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    inputs, targets = rows
+    each = len(inputs) // size
     epoch, first = divmod(skip, each)
     while True:
         generator = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(len(rows), generator=generator).to(rows.device)
+        order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
         for i in range(first, each):
-            yield rows[order[i * size : (i + 1) * size]].to(sae.shift.device)
+            chosen = order[i * size : (i + 1) * size]
+            x = inputs[chosen].to(sae.shift.device)
+            yield x, x if targets is inputs else targets[chosen.to(targets.device)].to(sae.shift.device)
         epoch, first = epoch + 1, 0
 
 
-def _again_and_again(activations: Any, sae: TopKSAE, skip: int) -> Iterator[Tensor]:
+def _again_and_again(activations: Any, sae: TopKSAE, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
     taken = 0
     while True:
         before = taken

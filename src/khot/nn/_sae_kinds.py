@@ -24,6 +24,14 @@ MATRICES: Names = (
     ("decoder", "W_dec", False),
     ("bias", "b_dec", False),
 )
+# They do not subtract a bias from the inputs, and b_dec is that of the outputs.
+TRANSCODER: Names = (
+    ("encoder", "W_enc", True),
+    ("encoder_bias", "b_enc", False),
+    ("decoder", "W_dec", False),
+    ("out_bias", "b_dec", False),
+)
+SKIP = ("skip", "W_skip", False)
 LINEAR: Names = (
     ("encoder", "encoder.weight", False),
     ("encoder_bias", "encoder.bias", False),
@@ -60,12 +68,23 @@ class Kind:
     each: bool = False
     others: tuple[str, ...] = ()
 
+    @property
+    def ours(self) -> set[str]:
+        """Our names of its tensors."""
+        return {our for our, _, _ in self.names}
+
+    @property
+    def transcodes(self) -> bool:
+        return "out_bias" in self.ours
+
 
 KINDS = {
     kind.name: kind
     for kind in (
         Kind("topk", "saelens", MATRICES),
         Kind("jumprelu", "saelens", MATRICES, "threshold", each=True),
+        Kind("jumprelu_transcoder", "saelens", TRANSCODER, "threshold", each=True),
+        Kind("jumprelu_skip_transcoder", "saelens", (*TRANSCODER, SKIP), "threshold", each=True),
         Kind("batchtopk", "saelens", MATRICES, "topk_threshold"),
         Kind("matryoshka_batchtopk", "saelens", MATRICES, "topk_threshold"),
         Kind("AutoEncoderTopK", "dictionary_learning", LINEAR, others=("k", "threshold")),
@@ -97,7 +116,7 @@ class Told:
     Attributes:
         kind: what it is.
         k: how many latents an input gets.
-        features, latents: its sizes.
+        features, latents, outputs: its sizes.
         widths: of nested reconstructions, without that of all latents.
         rescales: whether it selects by activations times the lengths of the rows of its decoder.
         subtracts: whether it subtracts the bias of its decoder from the inputs.
@@ -108,6 +127,7 @@ class Told:
     k: float | None = None
     features: int | None = None
     latents: int | None = None
+    outputs: int | None = None
     widths: tuple[int, ...] = ()
     rescales: bool | None = None
     subtracts: bool | None = None
@@ -143,6 +163,10 @@ def of_configuration(configuration: Any, scaling: Scaling | None = None) -> Told
 def _of_saelens(configuration: Mapping[str, Any], scaling: Scaling | None) -> Told:
     kind = _kind(configuration["architecture"], "saelens")
     inputs = configuration.get("normalize_activations", "none")
+    if inputs != "none" and kind.transcodes:
+        raise ValueError(
+            f"normalize_activations must be 'none' in the configuration of a transcoder, but it is {inputs!r}"
+        )
     if inputs in SCALED and scaling is None:
         raise ValueError(
             f"the inputs must be scaled, as normalize_activations={inputs!r} in the configuration says, "
@@ -166,6 +190,7 @@ def _of_saelens(configuration: Mapping[str, Any], scaling: Scaling | None) -> To
         k=None if kind.each else configuration.get("k"),
         features=configuration.get("d_in"),
         latents=latents,
+        outputs=configuration.get("d_out") if kind.transcodes else None,
         widths=tuple(width for width in configuration.get("matryoshka_widths") or () if width != latents),
         rescales=False if kind.each else configuration.get("rescale_acts_by_decoder_norm"),
         subtracts=configuration.get("apply_b_dec_to_input"),
@@ -231,32 +256,34 @@ def _scaling(path: Path) -> Scaling | None:
 def save(folder: Path, kind: Kind, state: dict[str, Tensor], k: int) -> None:
     """Write a state and its configuration, so that the library can load the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    latents, features = _shape(kind, state)
+    latents, outputs = _shape(kind, state)
     if kind.layout == "saelens":
         configuration: dict[str, Any] = {
             "architecture": kind.name,
-            "d_in": features,
+            "d_in": state["W_enc"].shape[0],
             "d_sae": latents,
             "dtype": str(state["W_dec"].dtype).removeprefix("torch."),
             "device": "cpu",
-            "apply_b_dec_to_input": True,
+            "apply_b_dec_to_input": not kind.transcodes,
             "normalize_activations": "none",
             "reshape_activations": "none",
             "metadata": {"sae_lens_version": LENS_VERSION},
         }
+        if kind.transcodes:
+            configuration["d_out"] = outputs
         if not kind.threshold:
             configuration |= {"k": k, "rescale_acts_by_decoder_norm": False}
         _safetensors().save_file({name: x.cpu() for name, x in state.items()}, folder / LENS_STATE)
         text, name = json.dumps(configuration), LENS_CONFIGURATION
     else:
-        trainer = {"dict_class": kind.name, "activation_dim": features, "dict_size": latents, "k": k}
+        trainer = {"dict_class": kind.name, "activation_dim": outputs, "dict_size": latents, "k": k}
         torch.save({name: x.cpu() for name, x in state.items()}, folder / STATE)
         text, name = json.dumps({"trainer": trainer}), CONFIGURATION
     (folder / name).write_text(text, encoding="utf-8")
 
 
 def _shape(kind: Kind, state: Mapping[str, Tensor]) -> tuple[int, int]:
-    """The numbers of latents and of features of a state."""
+    """The numbers of latents and of outputs of a state."""
     ((name, flipped),) = ((their, flipped) for our, their, flipped in kind.names if our == "decoder")
     rows, columns = state[name].shape
     return (columns, rows) if flipped else (rows, columns)

@@ -41,6 +41,9 @@ def sae_to_layout(
     | `"saelens"`             | architecture `topk` | `jumprelu`     | `jumprelu`                       |
     | `"dictionary_learning"` | `AutoEncoderTopK`   | `BatchTopKSAE` | `JumpReluAutoEncoder`            |
 
+    A transcoder has the architecture `jumprelu_transcoder` of SAELens, or `jumprelu_skip_transcoder`, for
+    which it needs ``batch``.
+
     Instead of the name, a layer of one of these libraries gets the state, or a configuration says which layer
     it is for. The layer of the other library computes what this one computes in eval mode. With the name of a
     library, this is a layer for inference that has the library's defaults and our k. A layer or a
@@ -61,7 +64,8 @@ def sae_to_layout(
         ValueError: an unknown layout, an autoencoder with ``batch`` that has no threshold yet, or a layer
             that cannot compute the same: one that selects otherwise, has other sizes, another k or one
             threshold where we have several, scales its inputs, or rescales its activations by lengths that
-            differ; an autoencoder with ``signed`` or ``refine``, which these libraries do not have.
+            differ; an autoencoder with ``signed`` or ``refine``, or a transcoder without ``batch``, which
+            these libraries do not have.
         TypeError: something else than a :class:`khot.nn.TopKSAE`, or than a layout.
         ImportError: safetensors is missing.
 
@@ -107,7 +111,8 @@ def sae_from_layout(
     tell all that this takes, except the k of layers with a threshold for each latent. What a state dict does
     not tell has to be given; what is given must not contradict what is told, except k. These are read:
 
-    - of SAELens the architectures `topk`, `batchtopk`, `matryoshka_batchtopk` and `jumprelu`;
+    - of SAELens the architectures `topk`, `batchtopk`, `matryoshka_batchtopk`, `jumprelu`,
+      `jumprelu_transcoder` and `jumprelu_skip_transcoder`;
     - of dictionary_learning `AutoEncoderTopK`, `BatchTopKSAE`, `MatryoshkaBatchTopKSAE` and
       `JumpReluAutoEncoder`.
 
@@ -168,12 +173,17 @@ def sae_from_layout(
             ours["encoder"] = ours["encoder"] * lengths.unsqueeze(-1)
             ours["encoder_bias"] = ours["encoder_bias"] * lengths
             ours["decoder"] = ours["decoder"] / lengths.where(lengths > 0, 1).unsqueeze(-1)
+        features = ours["encoder"].shape[1]
+        if kind.transcodes:
+            ours["bias"] = ours["encoder"].new_zeros(features)
         if not _subtracts(ours["bias"], subtracts):
             ours["encoder_bias"] = _shifted(ours["encoder_bias"], ours["encoder"], ours["bias"])
         if told.scaling is not None:
             ours |= _unscaled(ours, told.scaling)
-        latents, features = ours["decoder"].shape
+        latents, outputs = ours["decoder"].shape
         made: dict[str, Any] = {"device": ours["decoder"].device, "dtype": ours["decoder"].dtype}
+        if kind.transcodes:
+            made |= {"out_features": outputs, "skip": "skip" in ours}
         widths = told.widths or None
         sae = TopKSAE(features, latents, k, batch=bool(kind.threshold), widths=widths, **made)
         if kind.threshold:
@@ -216,8 +226,12 @@ def _of_state(state: Mapping[str, Tensor], layout: str, batch: bool | None) -> T
     _check_layout(layout)
     if layout == "saelens":
         name = "batchtopk" if "topk_threshold" in state else "jumprelu" if "threshold" in state else "topk"
+        if name == "jumprelu" and "W_skip" in state:
+            name = "jumprelu_skip_transcoder"
+        elif name == "jumprelu" and _entry(state, "W_dec").shape[1:] != _entry(state, "W_enc").shape[:1]:
+            name = "jumprelu_transcoder"
         kind = KINDS[name]
-        return Told(kind, rescales=False if kind.each else None)
+        return Told(kind, rescales=False if kind.each else None, subtracts=False if kind.transcodes else None)
     if "group_sizes" in state:
         sizes = torch.as_tensor(state["group_sizes"]).tolist()
         widths = tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
@@ -256,13 +270,22 @@ def _tensors(state: Mapping[str, Tensor], told: Told) -> dict[str, Tensor]:
             f"state must be that of a {kind.name} of {kind.layout}, but it has other names, too: "
             f"{', '.join(map(repr, sorted(unknown)))}"
         )
-    latents, features = ours["decoder"].shape
-    for name, size, wanted in (("latents", latents, told.latents), ("features", features, told.features)):
+    latents, outputs = ours["decoder"].shape
+    features = ours["encoder"].shape[1] if kind.transcodes else outputs
+    sizes = [("latents", latents, told.latents), ("features", features, told.features)]
+    for name, size, wanted in (*sizes, ("outputs", outputs, told.outputs)):
         if wanted is not None and size != wanted:
             raise ValueError(f"state must have {wanted} {name}, as its configuration says, but it has {size}")
-    shapes = {"encoder": (latents, features), "encoder_bias": (latents,), "bias": (features,)}
+    shapes = {
+        "encoder": (latents, features),
+        "encoder_bias": (latents,),
+        "decoder": (latents, outputs),
+        "bias": (features,),
+        "out_bias": (outputs,),
+        "skip": (outputs, features),
+    }
     for our, their, flipped in kind.names:
-        shape = shapes.get(our, (latents, features))
+        shape = shapes[our]
         if tuple(ours[our].shape) != shape:
             raise ValueError(
                 f"state[{their!r}] must have shape {shape[::-1] if flipped else shape} for {latents} latents "
@@ -380,9 +403,22 @@ def _target(sae: TopKSAE, layout: Any) -> Told:
             "dictionary_learning": ("AutoEncoderTopK", "BatchTopKSAE", "JumpReluAutoEncoder"),
         }[layout]
         kind = KINDS[names[2 if several else 1 if sae.batch else 0]]
-        return Told(kind, rescales=False, subtracts=kind.name != "JumpReluAutoEncoder")
+        if sae.out_shift is not None:
+            if layout != "saelens" or not sae.batch:
+                raise ValueError(
+                    "layout must be 'saelens' and sae must have batch=True for a transcoder, but got "
+                    f"{layout!r} and batch={sae.batch}"
+                )
+            kind = KINDS["jumprelu_transcoder" if sae.skip is None else "jumprelu_skip_transcoder"]
+        without = kind.transcodes or kind.name == "JumpReluAutoEncoder"
+        return Told(kind, rescales=False, subtracts=not without)
     told = of_layer(layout) if isinstance(layout, nn.Module) else _configured(layout)
     kind = told.kind
+    if kind.transcodes != (sae.out_shift is not None) or ("skip" in kind.ours) != (sae.skip is not None):
+        raise ValueError(
+            "layout must be a transcoder, with a skip or not, if and only if sae is one, but got a "
+            f"{kind.name} for {sae}"
+        )
     if bool(kind.threshold) != sae.batch:
         how = "a threshold" if kind.threshold else "the k largest"
         raise ValueError(
@@ -397,6 +433,7 @@ def _target(sae: TopKSAE, layout: Any) -> Told:
     given: dict[str, tuple[float | None, float]] = {
         "features": (told.features, sae.in_features),
         "latents": (told.latents, sae.latents),
+        "outputs": (told.outputs, sae.out_features),
     }
     if not (kind.threshold or kind.others):  # which keeps its k in its configuration
         given["k"] = told.k, sae._count_of(1.0)
@@ -417,7 +454,9 @@ def _state(sae: TopKSAE, told: Told) -> dict[str, Tensor]:
     kind = told.kind
     ours = {our: getattr(sae, our).detach().clone() for our, _, _ in kind.names}
     if told.subtracts is False:
-        ours["encoder_bias"] = _shifted(ours["encoder_bias"], ours["encoder"], -ours["bias"])
+        ours["encoder_bias"] = _shifted(ours["encoder_bias"], ours["encoder"], -sae.bias)
+        if "skip" in ours:
+            ours["out_bias"] = _shifted(ours["out_bias"], ours["skip"], -sae.bias)
     state = {their: ours[our].mT.contiguous() if flipped else ours[our] for our, their, flipped in kind.names}
     level = torch.tensor(NONE)
     if sae.threshold is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,21 @@ from khot._core.precision import wide_dtype
 from khot.nn._modes import in_mode
 from khot.nn.sae import TopKSAE
 
-__all__ = ["batches_of", "check_sae", "loss_recovered", "rows_of", "share", "unexplained"]
+__all__ = [
+    "Activations",
+    "batches_of",
+    "check_sae",
+    "is_whole",
+    "loss_recovered",
+    "rows_of",
+    "share",
+    "unexplained",
+]
 
 ROOM = 2**22  # pre-activations at a time
+
+Pair = tuple[Tensor, Tensor]
+Activations = Tensor | Pair | Iterable[Tensor] | Iterable[Sequence[Tensor]]
 
 
 def check_sae(sae: Any) -> None:
@@ -26,29 +38,54 @@ def check_sae(sae: Any) -> None:
         raise TypeError(f"sae must be a khot.nn.TopKSAE, but got {type(sae).__name__}")
 
 
-def batches_of(activations: Any, sae: TopKSAE) -> Iterator[Tensor]:
-    """The batches of an iterable, (N, in_features) each, on the device of the autoencoder."""
+def batches_of(activations: Any, sae: TopKSAE) -> Iterator[Pair]:
+    """The batches of an iterable as :func:`rows_of`, on the device of the autoencoder."""
     if not isinstance(activations, Iterable):
         raise TypeError(
             f"activations must be a tensor or an iterable of tensors, but got {type(activations).__name__}"
         )
     for batch in activations:
-        if not isinstance(batch, Tensor):
+        x, y = rows_of(batch, sae, "give")
+        here = x.to(sae.shift.device)
+        yield here, here if y is x else y.to(sae.shift.device)
+
+
+def rows_of(activations: Any, sae: TopKSAE, how: str = "be") -> Pair:
+    """Activations as rows (N, in_features), and what the outputs are compared with: the same, or a
+    transcoder's targets (N, out_features)."""
+    if sae.out_shift is not None:
+        if not isinstance(activations, (tuple, list)) or len(activations) != 2:
             raise TypeError(
-                f"activations must give tensors, but gave a {type(batch).__name__}; of the tuples of a "
-                "DataLoader, pass on the tensor: (x for x, *_ in loader)"
+                f"activations must {how} pairs of inputs and targets for a TopKSAE with out_features or "
+                f"skip, but got {type(activations).__name__}"
             )
-        yield rows_of(batch, sae).to(sae.shift.device)
-
-
-def rows_of(activations: Tensor, sae: TopKSAE) -> Tensor:
-    """Activations as rows (N, in_features)."""
-    arguments.check_input(activations, "activations")
-    if not activations.dim() or activations.shape[-1] != sae.in_features:
-        raise ValueError(
-            f"activations must have shape (..., {sae.in_features}), but got {tuple(activations.shape)}"
+        x, y = (
+            _rows(each, size)
+            for each, size in zip(activations, (sae.in_features, sae.out_features), strict=True)
         )
-    return activations.detach().reshape(-1, sae.in_features)
+        if len(x) != len(y):
+            raise ValueError(f"activations must have as many targets as inputs, {len(x)}, but got {len(y)}")
+        return x, y
+    if not isinstance(activations, Tensor) and how == "give":
+        raise TypeError(
+            f"activations must give tensors, but gave a {type(activations).__name__}; of the tuples of a "
+            "DataLoader, pass on the tensor: (x for x, *_ in loader)"
+        )
+    x = _rows(activations, sae.in_features)
+    return x, x
+
+
+def _rows(activations: Any, size: int) -> Tensor:
+    arguments.check_input(activations, "activations")
+    if not activations.dim() or activations.shape[-1] != size:
+        raise ValueError(f"activations must have shape (..., {size}), but got {tuple(activations.shape)}")
+    return activations.detach().reshape(-1, size)
+
+
+def is_whole(activations: Any, sae: TopKSAE) -> bool:
+    """Whether it is all there is, and not an iterable of batches."""
+    one = sae.out_shift is None
+    return isinstance(activations, Tensor if one else tuple)
 
 
 def share(rest: Tensor, spread: Tensor) -> Tensor:
@@ -56,7 +93,7 @@ def share(rest: Tensor, spread: Tensor) -> Tensor:
     return (rest / spread).where(spread > 0, math.nan)
 
 
-def unexplained(sae: TopKSAE, activations: Tensor | Iterable[Tensor]) -> Tensor:
+def unexplained(sae: TopKSAE, activations: Activations) -> Tensor:
     """The share of the variance of activations that an autoencoder leaves unexplained, in eval mode.
 
         Σ ‖x − reconstruction‖² / Σ ‖x − mean‖²
@@ -67,6 +104,8 @@ def unexplained(sae: TopKSAE, activations: Tensor | Iterable[Tensor]) -> Tensor:
     Args:
         sae: the autoencoder.
         activations: (..., in_features), of which it takes a part at a time, or an iterable of such batches.
+            For a transcoder, a tuple of inputs and targets, or an iterable of pairs of these; x above is then
+            the target.
 
     Returns:
         A 0-dim tensor, in float64 if the device has it: 0 if all is explained, 1 for the mean alone, and more
@@ -81,16 +120,20 @@ def unexplained(sae: TopKSAE, activations: Tensor | Iterable[Tensor]) -> Tensor:
         torch.Size([])
     """
     check_sae(sae)
-    parts: Iterable[Tensor] = activations
-    if isinstance(activations, Tensor):
-        parts = rows_of(activations, sae).split(max(1, ROOM // sae.latents))
+    parts: Any = activations
+    if is_whole(activations, sae):
+        size = max(1, ROOM // sae.latents)
+        inputs, targets = rows_of(activations, sae)
+        parts = inputs.split(size)
+        if targets is not inputs:
+            parts = zip(parts, targets.split(size), strict=True)
     device = sae.shift.device
     wide: dict[str, Any] = {"dtype": wide_dtype(device), "device": device}
     rest, spread, count = torch.zeros((), **wide), torch.zeros((), **wide), 0
-    origin, mean = torch.zeros(sae.in_features, **wide), torch.zeros(sae.in_features, **wide)
+    origin, mean = torch.zeros(sae.out_features, **wide), torch.zeros(sae.out_features, **wide)
     with in_mode(False, sae), torch.no_grad():
-        for x in batches_of(parts, sae):
-            out, x = sae(x).to(**wide), x.to(**wide)
+        for given, x in batches_of(parts, sae):
+            out, x = sae(given).to(**wide), x.to(**wide)
             rest = rest + (x - out).square().sum()
             if not len(x):
                 continue
@@ -122,7 +165,8 @@ def loss_recovered(
     Args:
         model: any module; it is called as ``model(tokens)``, in eval mode.
         hook: the submodule whose output the autoencoder reconstructs, or its name in
-            ``model.named_modules()``. Of a tuple it reconstructs the first entry.
+            ``model.named_modules()``. Of a tuple it reconstructs the first entry. A transcoder gets the
+            first argument of this submodule, and computes its output.
         sae: the autoencoder, of activations of this output's last dim.
         tokens: what the model is called with; by default (batch, length) tokens of a language model.
         loss: a function of the model's output and of the tokens. By default the cross-entropy of the next
@@ -148,9 +192,10 @@ def loss_recovered(
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be None or a function, but got {type(loss).__name__}")
     judge = _next_token if loss is None else loss
-    changes: tuple[Callable[[Tensor], Tensor] | None, ...] = (
-        torch.zeros_like,
-        lambda x: sae(x).to(x.dtype),
+    transcodes = sae.out_shift is not None
+    changes: tuple[Callable[[Any, Tensor], Tensor] | None, ...] = (
+        lambda given, y: torch.zeros_like(y),
+        lambda given, y: sae(given[0] if transcodes else y).to(y.dtype),
         None,
     )
     found = []
@@ -178,11 +223,11 @@ def _place(model: nn.Module, hook: Any) -> nn.Module:
     return hook
 
 
-def _replace(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], Any]:
+def _replace(change: Callable[[Any, Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], Any]:
     def replaced(module: nn.Module, given: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (change(output[0]), *output[1:])
-        return change(output)
+            return (change(given, output[0]), *output[1:])
+        return change(given, output)
 
     return replaced
 

@@ -44,7 +44,7 @@ MOVE = 0.02  # how far a training step moves the threshold: it is a mean over so
 # Adam moves every number by the same amount. A step counts twice for the encoder, whose parameter is half of
 # it, and turns a direction the more, the shorter its parameter is. Lengths grow, so that it turns less later.
 GAIN, START = 2.0, 0.3
-EFFECTIVE = "encoder", "decoder", "bias"  # what is computed from parameters and can be assigned
+EFFECTIVE = "encoder", "decoder", "bias", "out_bias"  # what is computed from parameters and can be assigned
 ENOUGH = 8  # inputs, from whose mean it can be seen that the bias is not there
 
 
@@ -164,11 +164,18 @@ class TopKSAE(Grouped, LeftSoft):
         widths: None, or numbers of latents below n, in ascending order. In :meth:`loss` the code then has to
             reconstruct the input with its first w latents alone, too, for each of these widths w, so that the
             first latents learn what is most common. ``code[..., :w] @ decoder[:w] + bias`` is what they say.
+        out_features: None, or the size of an output that is something else than the input, such as that of a
+            layer whose input this is: the layer is then a transcoder, and :meth:`loss` needs a ``target``.
+            The output is Σ_i code_i D_i + out_bias. Not with ``refine``.
+        skip: whether the output has a linear part besides, S(x − b); with ``out_features`` left out it is of
+            the size of the input.
         device, dtype: of the parameters.
 
     Attributes:
         encoder, decoder: W and D, both (n, in_features); they start from the same random rows of length 1.
-            Training turns the rows of D and does not change their lengths.
+            Training turns the rows of D and does not change their lengths. In a transcoder D is
+            (n, out_features) and starts from rows of its own, and the first training batch sets their lengths
+            to the spread of the targets over that of the inputs.
         encoder_bias, bias: c, (n,), and b, (in_features,); 0 before the first training batch.
         raw_encoder, raw_decoder, shift: the parameters that ``encoder``, ``decoder`` and ``bias`` are
             computed from: W = 2 · raw_encoder, D_i = lengths_i · raw_decoder_i / ‖raw_decoder_i‖ and
@@ -178,6 +185,11 @@ class TopKSAE(Grouped, LeftSoft):
             tensors of more than 4 million numbers, it does not notice what is written through ``.data``, as
             in ``sae.encoder.data.mul_(2)``, or through NumPy. A state dict that has the three instead of the
             parameters, as that of khot 0.1, is read, too.
+        out_bias, skip: the bias of a transcoder's output, (out_features,), which the first training batch
+            sets to the mean of the targets, as ``centre`` says; and S, a parameter (out_features,
+            in_features) that starts at 0. None where they are not there. ``out_bias`` is computed from the
+            parameter ``out_shift`` and the buffer ``out_mean``, as ``bias`` is, and ``scaled``, (1,), says
+            whether there was such a batch, or ``decoder`` or ``out_bias`` was assigned.
         lengths, mean, centred: buffers: the lengths of D's rows, (n,); the mean of the first training batch,
             (in_features,); and whether there was one, or the bias was assigned, (1,).
         idle: (n,), a buffer: how many inputs ago, in train mode, a latent was last used. An input uses a
@@ -196,7 +208,10 @@ class TopKSAE(Grouped, LeftSoft):
 
         loss: whether to return :meth:`loss` of the input instead: False, or its ``kind``, or True for "log".
 
-        output: the reconstruction, of the input's shape, or with ``loss`` the loss, 0-dim.
+        target: with ``loss``, as for :meth:`loss`.
+
+        output: the reconstruction, of the input's shape, or (..., out_features), or with ``loss`` the loss,
+        0-dim.
 
     All other methods that compute with the parameters are forward passes, too: hooks of the module see them,
     and so does ``fully_shard``. ``DistributedDataParallel`` does not: train on ``model(x, loss=True)``.
@@ -211,7 +226,8 @@ class TopKSAE(Grouped, LeftSoft):
 
     Sources: Blumensath, Davies 2009 (``refine``: iterative hard thresholding); Gao et al. 2024 (top-k sparse
     autoencoders, an error with several k); Bussmann, Leask, Nanda 2024
-    (``batch``); Bussmann, Nabeshima, Karvonen, Nanda 2025 (``widths``: Matryoshka autoencoders).
+    (``batch``); Bussmann, Nabeshima, Karvonen, Nanda 2025 (``widths``: Matryoshka autoencoders); Dunefsky,
+    Chlenski, Nanda 2024 (transcoders); Paulo, Shabalin, Belrose 2025 (``skip``).
 
     Example:
         >>> sae = khot.nn.TopKSAE(16, 64, k=4)
@@ -225,6 +241,7 @@ class TopKSAE(Grouped, LeftSoft):
     """
 
     in_features: int
+    out_features: int
     latents: int
     hard: bool
     batch: bool
@@ -240,10 +257,14 @@ class TopKSAE(Grouped, LeftSoft):
     encoder_bias: nn.Parameter
     raw_decoder: nn.Parameter
     shift: nn.Parameter
+    out_shift: nn.Parameter | None
+    skip: nn.Parameter | None
 
     lengths: Tensor
     mean: Tensor
     centred: Tensor
+    out_mean: Tensor | None
+    scaled: Tensor | None
     idle: Tensor
     threshold: Tensor | None
 
@@ -262,14 +283,19 @@ class TopKSAE(Grouped, LeftSoft):
         centre: bool = True,
         signed: bool = False,
         refine: int = 0,
+        out_features: int | None = None,
+        skip: bool = False,
         group: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("in_features", in_features), ("latents", latents)):
+        arguments.check_flags(hard=hard, batch=batch, centre=centre, signed=signed, skip=skip)
+        transcodes = skip or out_features is not None
+        self.out_features = in_features if out_features is None else out_features
+        sizes = {"in_features": in_features, "latents": latents, "out_features": self.out_features}
+        for name, size in sizes.items():
             arguments.check_integer(size, name, low=1)
-        arguments.check_flags(hard=hard, batch=batch, centre=centre, signed=signed)
         positive(k, "k")
         if not isinstance(k, nn.Module) and k > latents:
             raise ValueError(f"k must be at most the number of latents, {latents}, but got {k}")
@@ -279,6 +305,11 @@ class TopKSAE(Grouped, LeftSoft):
             positive(revive, "revive")
         self.hard, self.batch, self.revive, self.centre = hard, batch, revive, centre
         arguments.check_integer(refine, "refine", low=0)
+        if refine and transcodes:
+            raise ValueError(
+                "refine must be 0 with out_features or skip, because it encodes what is left of the input, "
+                f"but got {refine}"
+            )
         self.signed, self.refine = signed, refine
         self.widths = _check_widths(() if widths is None else widths, latents)
         self.k, self.tau = positive(k, "k"), None if tau is None else positive(tau, "tau")
@@ -288,30 +319,46 @@ class TopKSAE(Grouped, LeftSoft):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.raw_encoder = nn.Parameter(torch.empty(latents, in_features, **made))
         self.encoder_bias = nn.Parameter(torch.empty(latents, **made))
-        self.raw_decoder = nn.Parameter(torch.empty(latents, in_features, **made))
+        self.raw_decoder = nn.Parameter(torch.empty(latents, self.out_features, **made))
         self.shift = nn.Parameter(torch.empty(in_features, **made))
+        of_output = torch.empty(self.out_features, **made)
+        self.out_shift = nn.Parameter(of_output) if transcodes else None
+        self.skip = nn.Parameter(torch.empty(self.out_features, in_features, **made)) if skip else None
         wide: dict[str, Any] = {"device": device, "dtype": _single(self.shift.dtype)}
         self.register_buffer("lengths", torch.empty(latents, **wide))
         self.register_buffer("mean", torch.empty(in_features, **made))
         # one element and not 0-dim: torch.compile does not write to a 0-dim float64 tensor on the CPU
         self.register_buffer("centred", torch.empty(1, dtype=torch.int64, device=device))
+        if transcodes:
+            self.register_buffer("out_mean", torch.empty_like(of_output))
+            self.register_buffer("scaled", torch.empty_like(self.centred))
+        else:  # torch.export does not take buffers that are None
+            self.out_mean = self.scaled = None
         self.register_buffer("idle", torch.empty(latents, dtype=torch.int64, device=device))
         self.register_buffer("threshold", torch.empty(1, **wide) if batch else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Random directions of length 1, the same in encoder and decoder, and biases of 0."""
+        """Random directions of length 1, the same in the encoder and the decoder of one space, and biases of
+        0."""
         nn.init.normal_(self.raw_decoder)
         with torch.no_grad():
             self.raw_decoder.div_(self.raw_decoder.norm(dim=-1, keepdim=True))
-            self.raw_encoder.copy_(self.raw_decoder / GAIN)
+            if self.out_shift is None:
+                self.raw_encoder.copy_(self.raw_decoder / GAIN)
+            else:
+                nn.init.normal_(self.raw_encoder)
+                self.raw_encoder.div_(GAIN * self.raw_encoder.norm(dim=-1, keepdim=True))
             self.raw_decoder.mul_(START)
         self.lengths.fill_(1)
         nn.init.zeros_(self.encoder_bias)
         nn.init.zeros_(self.shift)
-        self.mean.zero_()
-        self.centred.zero_()
-        self.idle.zero_()
+        for value in (self.out_shift, self.skip):
+            if value is not None:
+                nn.init.zeros_(value)
+        for buffer in (self.mean, self.centred, self.out_mean, self.scaled, self.idle):
+            if buffer is not None:
+                buffer.zero_()
         if self.threshold is not None:
             self.threshold.fill_(UNKNOWN)
 
@@ -339,6 +386,16 @@ class TopKSAE(Grouped, LeftSoft):
     def bias(self, bias: Tensor) -> None:
         self._assign({"bias": bias})
 
+    @property
+    def out_bias(self) -> Tensor | None:
+        return None if self.out_shift is None else self._lend("out_bias", self._out_bias)
+
+    @out_bias.setter
+    def out_bias(self, out_bias: Tensor) -> None:
+        if self.out_shift is None:
+            raise AttributeError("out_bias is there with out_features or skip; without them, set bias")
+        self._assign({"out_bias": out_bias})
+
     def _encoder(self) -> Tensor:
         return GAIN * self.raw_encoder
 
@@ -347,6 +404,12 @@ class TopKSAE(Grouped, LeftSoft):
 
     def _bias(self) -> Tensor:
         return self.mean + self.shift
+
+    def _out_bias(self) -> Tensor:
+        """What the output is without a code."""
+        if self.out_mean is None or self.out_shift is None:
+            return self._bias()
+        return self.out_mean + self.out_shift
 
     def _lend(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """A value for the user, who may write into it."""
@@ -368,13 +431,32 @@ class TopKSAE(Grouped, LeftSoft):
             arguments.check_input(value, name, distributed=True)
             self._lent.take(name)
         own = self.state_dict()
-        for name, value in _raw(effective).items():
+        for name, value in self._raw(effective).items():
             if value.shape != own[name].shape:
                 (given,) = effective
                 raise ValueError(
                     f"{given} must have shape {tuple(own[name].shape)}, but got {tuple(value.shape)}"
                 )
             own[name].copy_(value)
+
+    def _raw(self, effective: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The entries of a state that make what is effective so."""
+        raw = {}
+        if "encoder" in effective:
+            raw["raw_encoder"] = effective["encoder"] / GAIN
+        if "decoder" in effective:
+            # The parameter is D itself, so that its lengths have a ratio of exactly 1.
+            raw["raw_decoder"] = effective["decoder"].contiguous()
+            raw["lengths"] = _lengths(raw["raw_decoder"])
+        for name, before in (("bias", ""), ("out_bias", "out_")):
+            if name in effective:
+                raw[f"{before}shift"] = effective[name]
+                raw[f"{before}mean"] = torch.zeros_like(effective[name])
+        if "bias" in effective:
+            raw["centred"] = torch.ones_like(self.centred)
+        if self.scaled is not None and {"decoder", "out_bias"} & set(effective):
+            raw["scaled"] = torch.ones_like(self.scaled)
+        return raw
 
     def _stretch(self, indices: Tensor | None = None) -> Tensor:
         """What a row of ``raw_decoder`` is multiplied with in D, (n,), or of the shape of indices."""
@@ -384,23 +466,26 @@ class TopKSAE(Grouped, LeftSoft):
             return _ratio(self.lengths, self.raw_decoder).gather(0, indices.flatten()).view(indices.shape)
         return _ratio(self.lengths[indices], self.raw_decoder[indices])  # the other rows are not read
 
-    def forward(self, input: Tensor, loss: bool | Loss = False) -> Tensor:
+    def forward(self, input: Tensor, loss: bool | Loss = False, *, target: Tensor | None = None) -> Tensor:
         if not torch.compiler.is_compiling():
             self._lent.tell(type(self).__name__)
         asked: Any = loss
         if isinstance(asked, _Instead):
             work = asked.work
-        elif isinstance(asked, bool):
-            work = self._loss if asked else self._reconstruct
+        elif asked is False:
+            if target is not None:
+                raise ValueError("target must be left out without a loss, but got a tensor")
+            work = self._reconstruct
         else:
-            _check_kind(asked, "loss")
-            work = functools.partial(self._loss, kind=asked)
+            kind: Any = "log" if asked is True else asked
+            _check_kind(kind, "loss")
+            work = functools.partial(self._loss, kind=kind, target=target)
         result: Tensor = work(input)
         if self.training:
             self._steady.until_backward_of(result.loss if isinstance(result, LossParts) else result)
         return result
 
-    def loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
+    def loss(self, input: Tensor, kind: Loss = "log", *, target: Tensor | None = None) -> Tensor:
         """What to train on, a 0-dim tensor, whose dtype is float32 at least.
 
         With E(m), the mean squared error of the reconstruction with the m best latents, and A, that of what
@@ -426,42 +511,70 @@ class TopKSAE(Grouped, LeftSoft):
         Args:
             input: as for the layer.
             kind: "log", or "mse" for E(k) + ½ E(1.5 k) + 0.3 A itself, to add it to other losses.
+            target: what the output is compared with in the place of x, (..., out_features); a transcoder
+                needs one. None: the input.
 
         As in PyTorch, the mean over no inputs is NaN.
         """
         _check_kind(kind, "kind")
-        loss: Tensor = self(input, loss=kind)
+        loss: Tensor = self(input, loss=kind, target=target)
         return loss
 
-    def loss_parts(self, input: Tensor, kind: Loss = "log") -> LossParts:
+    def loss_parts(self, input: Tensor, kind: Loss = "log", *, target: Tensor | None = None) -> LossParts:
         """:meth:`loss`, to minimise, with the terms that it consists of, to look at: :class:`LossParts`.
 
         With a ``group``, the terms are those of this process.
         """
         _check_kind(kind, "kind")
-        parts: LossParts = self(input, _Instead(functools.partial(self._loss_parts, kind=kind)))
+        work = functools.partial(self._loss_parts, kind=kind, target=target)
+        parts: LossParts = self(input, _Instead(work))
         return parts
 
     def _reconstruct(self, input: Tensor) -> Tensor:
         if self._is_dense(input):
-            return self._decode(self._encode(input))
-        self._centre(input)
-        ((weights, indices),), _ = self._selected(input, (1.0,))
-        return selected_sum(weights, self.raw_decoder, indices) + self._bias()
+            output = self._decode(self._encode(input))
+        else:
+            self._centre(input)
+            ((weights, indices),), _ = self._selected(input, (1.0,))
+            output = selected_sum(weights, self.raw_decoder, indices) + self._out_bias()
+        return output if self.skip is None else output + self._skipped(input)
 
-    def _loss(self, input: Tensor, kind: Loss = "log") -> Tensor:
-        loss, *_ = self._terms(input, kind)
+    def _skipped(self, input: Tensor) -> Tensor:
+        assert self.skip is not None
+        return F.linear(in_dtype(input - self._bias(), self.skip.dtype), self.skip)
+
+    def _loss(self, input: Tensor, kind: Loss, target: Tensor | None) -> Tensor:
+        loss, *_ = self._terms(input, kind, target)
         return loss
 
-    def _loss_parts(self, input: Tensor, kind: Loss = "log") -> LossParts:
-        loss, first, second, third, used = self._terms(input, kind)
+    def _loss_parts(self, input: Tensor, kind: Loss, target: Tensor | None) -> LossParts:
+        loss, first, second, third, used = self._terms(input, kind, target)
         third = torch.zeros_like(first) if third is None else third
         number = at_least_single(used).sum(-1).mean()
         return LossParts(loss, first.detach(), second.detach(), third.detach(), number)
 
-    def _terms(self, input: Tensor, kind: Loss) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    def _aim(self, input: Tensor, target: Tensor | None) -> Tensor:
+        """What the output is compared with."""
+        if target is None:
+            if self.out_shift is not None:
+                raise ValueError("target must be given for a loss with out_features or skip, but got None")
+            return input
+        arguments.check_input(target, "target")
+        shape = (*input.shape[:-1], self.out_features)
+        if target.shape != shape:
+            raise ValueError(f"target must have shape {shape}, but got {tuple(target.shape)}")
+        return target
+
+    def _terms(
+        self, input: Tensor, kind: Loss, target: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """The loss and its three terms, the last of which may be None, and which latents each input uses."""
+        self._check(input)
+        aim = self._aim(input, target)
         self._centre(input)
+        self._scale(input, aim)
+        if self.skip is not None:
+            aim = at_least_single(aim) - at_least_single(self._skipped(input))
         busy = self._busy()  # before this batch
         if self._is_dense(input):
             a = self._activations(input)
@@ -470,13 +583,13 @@ class TopKSAE(Grouped, LeftSoft):
             used = self._uses(scores, near)
             self._count(used)
             self._follow(scores, near)
-            rest, first = self._error(input, near * values)
-            _, second = self._error(input, far * values)
+            rest, first = self._error(aim, near * values)
+            _, second = self._error(aim, far * values)
             again = None if busy is None else self._again(a, busy)
         else:
             others = None if busy is None else _Idle(busy, self._count_of(AGAIN))
             parts, used = self._selected(input, (1.0, WIDER), others)
-            rest, first, second = self._errors(input, *parts)
+            rest, first, second = self._errors(aim, *parts)
             again = None if others is None else self._sum(others.values, others.indices)
         loss, third = first + SHARE * second, None
         if busy is not None and again is not None:
@@ -513,7 +626,7 @@ class TopKSAE(Grouped, LeftSoft):
         """What the idle latents of largest pre-activations, (..., n), make together."""
         scores = self._scores(a.detach()).masked_fill(busy, -math.inf)
         chosen = masks.topk_mask(scores, available(current(self.k) * AGAIN, scores))
-        return self._decode(chosen * a) - self._bias()
+        return self._decode(chosen * a) - self._out_bias()
 
     def _centre(self, input: Tensor) -> None:
         """Set ``mean``, in the first forward pass of train mode, and warn if the bias is far from it."""
@@ -521,8 +634,7 @@ class TopKSAE(Grouped, LeftSoft):
             return
         self._check(input)
         x = input.detach().reshape(-1, self.in_features)
-        known = bool(self.centred) if arguments.readable(self.centred) else self._settled(self.centred)
-        if self.centre and not known:
+        if self.centre and not self._is_set(self.centred):
             sums = at_least_single(x).sum(0)
             total, inputs = self._shared().reduce([sums, sums.new_full((), x.shape[0])])
             mean = total / inputs
@@ -543,6 +655,31 @@ class TopKSAE(Grouped, LeftSoft):
                 "x.mean(0), or, if it was trained on inputs that were centred or scaled, do so here, too",
                 stacklevel=2,
             )
+
+    def _is_set(self, flag: Tensor) -> bool:
+        return bool(flag) if arguments.readable(flag) else self._settled(flag)
+
+    @torch.no_grad()
+    def _scale(self, input: Tensor, target: Tensor) -> None:
+        """Set a transcoder's ``out_mean`` and ``lengths``, in the first loss of train mode."""
+        if self.scaled is None or self.out_mean is None or not counts(self) or self._is_set(self.scaled):
+            return
+        sums = []
+        for x in (input, target):
+            x = widen(x.detach()).reshape(-1, x.shape[-1])
+            sums += [x.sum(0), x.square().sum()]
+        *found, count = self._shared().reduce([*sums, sums[1].new_full((), len(x))])
+        means = [total / count for total in found[::2]]
+        spreads = [
+            (square / count - mean.square().sum()).clamp(min=0).sqrt()
+            for mean, square in zip(means, found[1::2], strict=True)
+        ]
+        ratio = spreads[1] / spreads[0]
+        fits = (ratio > 0) & (ratio < math.inf) & (self.scaled == 0)
+        self.lengths.copy_(torch.where(fits, ratio.to(self.lengths.dtype), self.lengths))
+        if self.centre:
+            self.out_mean.copy_(torch.where(fits, means[1].to(self.out_mean.dtype), self.out_mean))
+        self._settled.write(self.scaled, self.scaled.logical_or(fits))
 
     def encode(self, input: Tensor) -> Tensor:
         """The code, (..., n), with at most k entries that are not 0; with a tau soft in train mode."""
@@ -586,7 +723,8 @@ class TopKSAE(Grouped, LeftSoft):
         return values.to(self.shift.dtype), indices
 
     def decode(self, code: Tensor, indices: Tensor | None = None) -> Tensor:
-        """The reconstruction, (..., in_features), of a code (..., n), or of values (..., m) and indices."""
+        """The output, (..., out_features), of a code (..., n), or of values (..., m) and indices; that of a
+        transcoder without what ``skip`` adds."""
         output: Tensor = self(code, _Instead(functools.partial(self._decode, indices=indices)))
         return output
 
@@ -594,7 +732,7 @@ class TopKSAE(Grouped, LeftSoft):
         if indices is None:
             check_width(code, self.latents, self, "code")
             code = (code * self._stretch()).to(self.shift.dtype)
-            return F.linear(code, self.raw_decoder.mT, self._bias())
+            return F.linear(code, self.raw_decoder.mT, self._out_bias())
         arguments.check_bool_or_real(code, "code")
         arguments.check_tensor(indices, "indices")
         if indices.dtype not in (torch.int64, torch.int32):
@@ -606,7 +744,7 @@ class TopKSAE(Grouped, LeftSoft):
                 f"code and indices must have the same shape (..., m), but got {tuple(code.shape)} and "
                 f"{tuple(indices.shape)}"
             )
-        return self._sum(code, indices.long()) + self._bias()
+        return self._sum(code, indices.long()) + self._out_bias()
 
     def _sum(self, values: Tensor, indices: Tensor) -> Tensor:
         """Σ_j values_j D[indices_j]."""
@@ -680,20 +818,20 @@ class TopKSAE(Grouped, LeftSoft):
         # no latent was selected, or the batch has a NaN
         self.threshold.copy_(torch.where(level < math.inf, moved, self.threshold))
 
-    def _error(self, input: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-        """What a code leaves of the input, and its mean square, or with widths the mean of theirs."""
+    def _error(self, aim: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+        """What a code leaves of the aim, and its mean square, or with widths the mean of theirs."""
         place = torch.arange(self.latents, device=code.device)
         codes = [code, *(code * (place < width) for width in self.widths)]
-        rests = [at_least_single(input) - at_least_single(self._decode(each)) for each in codes]
+        rests = [at_least_single(aim) - at_least_single(self._decode(each)) for each in codes]
         return rests[0], _mean([rest.square().mean() for rest in rests])
 
     def _errors(
-        self, input: Tensor, near: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]
+        self, aim: Tensor, near: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`_error` of some weights of rows of ``raw_decoder`` and their indices, and the second result
         with more of them, too."""
         rests, first, second = [], [], []
-        centred = at_least_single(input) - at_least_single(self._bias())
+        centred = at_least_single(aim) - at_least_single(self._out_bias())
         for width in (self.latents, *self.widths):
             sums = [
                 selected_sum(w if width == self.latents else w * (at < width), self.raw_decoder, at)
@@ -868,7 +1006,7 @@ class TopKSAE(Grouped, LeftSoft):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = [name for name in EFFECTIVE if prefix + name in state_dict]
         given = {name: state_dict.pop(prefix + name) for name in names}  # up to khot 0.1
-        state_dict.update({prefix + name: value for name, value in _raw(given).items()})
+        state_dict.update({prefix + name: value for name, value in self._raw(given).items()})
         name = prefix + "threshold"
         level = state_dict.get(name)
         if self.threshold is None:
@@ -888,9 +1026,11 @@ class TopKSAE(Grouped, LeftSoft):
 
     def extra_repr(self) -> str:
         soft = {} if self.tau is None else {"tau": self.tau, "cdf": self.cdf}
-        values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **soft)
+        out = {} if self.out_shift is None else {"out_features": self.out_features}
+        values = describe(in_features=self.in_features, latents=self.latents, k=self.k, **out, **soft)
         values += ", hard=True" * self.hard + ", batch=True" * self.batch + ", signed=True" * self.signed
         values += f", refine={self.refine}" if self.refine else ""
+        values += "" if self.skip is None else ", skip=True"
         values += "" if self.revive == REVIVE else f", revive={self.revive}"
         values += "" if self.centre else ", centre=False"
         return f"{values}, widths={self.widths}" if self.widths else values
@@ -911,21 +1051,6 @@ def _ratio(lengths: Tensor, rows: Tensor) -> Tensor:
     number = torch.finfo(own.dtype)
     # what is less than tiny becomes ∞, in one operation
     return lengths / F.threshold(own, number.tiny * (1 - number.eps), math.inf)
-
-
-def _raw(effective: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of a state that make ``encoder``, ``decoder`` and ``bias``, those that are given, so."""
-    raw = {}
-    if "encoder" in effective:
-        raw["raw_encoder"] = effective["encoder"] / GAIN
-    if "decoder" in effective:
-        # The parameter is D itself, so that its lengths have a ratio of exactly 1.
-        raw["raw_decoder"] = effective["decoder"].contiguous()
-        raw["lengths"] = _lengths(raw["raw_decoder"])
-    if "bias" in effective:
-        raw["shift"], raw["mean"] = effective["bias"], torch.zeros_like(effective["bias"])
-        raw["centred"] = torch.ones(1, dtype=torch.int64, device=raw["shift"].device)
-    return raw
 
 
 def _check_kind(kind: Loss, name: str) -> None:
