@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
+from khot._ops import log_rank as log_rank_ways
 from khot.losses import log_rank_loss
 from test_ranking_losses import log_rank
 
@@ -129,6 +132,45 @@ def test_infinite_scores() -> None:
     loss.backward()
     assert loss > 700 and x.grad is not None and x.grad.isfinite().all()
     assert log_rank_loss(torch.tensor([-INF, 1, 0]), relevance) == 0
+
+
+@pytest.mark.parametrize("cells", [1, 300, 1 << 18])
+def test_tiles_of_pairs_are_the_same(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, gradients of both orders, with a mask and where a list has few grades, or none."""
+    relevance = randn(3, 40, seed=2).relu() * torch.tensor([[1.0], [0.0], [3.0]]).double()
+    relevance[2] = relevance[2].ceil()
+    mask = torch.arange(40) % 7 != 2
+    monkeypatch.setattr(log_rank_ways, "CELLS", cells)
+    for x in (randn(3, 40), 30 * randn(3, 40).round()):
+        for options in ({}, {"mask": mask}, {"reduction": "none"}, {"grades": 40}):
+            found = []
+            for long in (10_000, 1):
+                monkeypatch.setattr(log_rank_ways, "LONG", long)
+                leaf = x.clone().requires_grad_()
+                loss = log_rank_loss(leaf, relevance, **options)
+                (first,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
+                (again,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
+                (second,) = torch.autograd.grad(again.square().sum(), leaf)
+                found.append((loss, first, second))
+            torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
+def test_many_grades_take_little_memory() -> None:
+    """No tensor is as large as one with an entry for each pair."""
+    x, relevance = randn(2000).requires_grad_(), randn(2000, seed=1).abs()
+
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, tuple | list) else [out]:
+                self.nbytes = max(self.nbytes, each.nbytes if isinstance(each, Tensor) else 0)
+            return out
+
+    with Largest() as mode:
+        log_rank_loss(x, relevance).backward()
+    assert mode.nbytes < 8 * 2000**2 / 4
 
 
 def test_long_lists() -> None:

@@ -21,7 +21,8 @@ from khot._core.arguments import Scalar
 from khot._core.packed import note_weights
 from khot._core.precision import at_least_single, not_below_zero, widen
 from khot._core.ways import by_rows
-from khot._ops.laplace import laplace_centred_rank, laplace_integral, laplace_rank
+from khot._ops.laplace import laplace_centred_rank, laplace_rank
+from khot._ops.log_rank import log_ranks
 from khot._ops.permutation import by_scans
 from khot._ops.ranking_losses import centred_places, correlation_loss
 from khot._ops.ranking_losses import ndcg_loss as row_losses
@@ -203,7 +204,8 @@ def log_rank_loss(
         positive relevance is 0.
 
     The gradient in the scores is exact, to any order and in either mode; the relevance is a constant. It
-    takes O(n log n + C n) time and O(C n) memory for C grades.
+    takes O(n log n + C n) time and O(C n) memory for C grades. On the CPU, long lists of which a quarter or
+    more of the relevances are distinct take O(n²) time and O(n) memory instead.
 
     Raises:
         ValueError: relevance of another shape, negative or infinite; grades < 1, or fewer than a list has; an
@@ -229,12 +231,7 @@ def log_rank_loss(
     )
     grade, step, bad = _grades(gain, 1 if given.dtype == torch.bool else grades)
     bad = bad | x.isnan().any(-1) | ~((gain >= 0) & (gain < math.inf)).all(-1)
-    y, order = torch.sort(widen(x), -1, descending=True)
-    high = gain.gather(-1, order).unsqueeze(-2) >= grade.unsqueeze(-1)
-    before = laplace_integral(y, ~high & (y != -math.inf).unsqueeze(-2))
-    best = (high.sum(-1, keepdim=True) + 1) / 2
-    surplus = torch.where(high, torch.log1p(before / best), 0).sum(-1)
-    loss = (surplus * step).sum(-1).masked_fill(bad, math.nan)
+    loss = log_ranks(widen(x), gain, grade, step).masked_fill(bad, math.nan)
     if reduction != "mean":
         note_weights(gain.sum(-1))
         return reduce(loss, reduction).to(scores.dtype)
