@@ -85,6 +85,7 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "losses.log_rank_loss": partial(ranking_loss, khot.losses.log_rank_loss, n, grades=1),
         "losses.average_precision_loss": partial(ranking_loss, khot.losses.average_precision_loss, n),
         "losses.recall_at_k_loss": partial(ranking_loss, khot.losses.recall_at_k_loss, n, k=k),
+        "losses.hit_at_k_loss": partial(ranking_loss, khot.losses.hit_at_k_loss, n, k=k),
         "losses.precision_at_k_loss": partial(ranking_loss, khot.losses.precision_at_k_loss, n, k=k),
         "losses.size_penalty": lambda x: khot.losses.size_penalty(x.sigmoid(), 0.1),
         "losses.FenchelYoungTopKLoss": partial(young_loss, khot.losses.FenchelYoungTopKLoss(k), n, k),

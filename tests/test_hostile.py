@@ -273,6 +273,7 @@ ODD: dict[str, dict[str, Any]] = {
     "khot.sampling.joint_inclusion_probs": {"design": "systematic"},
     "khot.losses.ndcg_loss": {"k": 2.0},
     "khot.losses.recall_at_k_loss": {"k": 2.0},
+    "khot.losses.hit_at_k_loss": {"k": 2.0},
     "khot.losses.precision_at_k_loss": {"k": 2.0},
 }  # fmt: skip
 ODD_ROLES: dict[str, dict[str, str]] = {
@@ -282,7 +283,10 @@ ODD_ROLES: dict[str, dict[str, str]] = {
     "khot.baselines.pav_topk": {"p": "name"},
     "khot.nucleus_mask": {"p": "quantile"},
     "khot.losses.log_rank_loss": {"grades": "size"},
-    **{f"khot.losses.{n}_loss": {"k": "positive"} for n in ("ndcg", "recall_at_k", "precision_at_k")},
+    **{
+        f"khot.losses.{n}_loss": {"k": "positive"}
+        for n in ("ndcg", "recall_at_k", "precision_at_k", "hit_at_k")
+    },
 }
 FINE: dict[str, dict[str, tuple[Any, ...]]] = {
     "khot.soft_assign": {"total": (HUGE,)},  # refused as the infinity that it is as a float

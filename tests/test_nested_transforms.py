@@ -21,7 +21,13 @@ import khot
 import operators
 from khot import counting
 from khot.distributions import KHot, RelaxedKHot
-from khot.losses import FenchelYoungTopKLoss, TopKCrossEntropyLoss
+from khot.losses import (
+    FenchelYoungTopKLoss,
+    TopKCrossEntropyLoss,
+    hit_at_k_loss,
+    precision_at_k_loss,
+    recall_at_k_loss,
+)
 from khot.sampling import conditional_poisson
 
 #: Rows, entries and levels.
@@ -227,7 +233,7 @@ ROWS = [
             (normal, chosen, TAU),
             (0, 2),
         )
-        for loss in (khot.losses.recall_at_k_loss, khot.losses.precision_at_k_loss)
+        for loss in (recall_at_k_loss, precision_at_k_loss, hit_at_k_loss)
     ),
     Row("permutation_cross_entropy", khot.losses.permutation_cross_entropy, (normal, order)),
     Row("FenchelYoungTopKLoss", FenchelYoungTopKLoss(2), (normal, chosen), (0,)),

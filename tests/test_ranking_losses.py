@@ -70,6 +70,10 @@ def precision(x: Array, label: Array, F: Any, tau: float, k: float) -> float:
     return float(label @ share_of_top(x, F, tau, k) / k)
 
 
+def hit(x: Array, label: Array, F: Any, tau: float, k: float) -> float:
+    return float(1 - np.prod(1 - share_of_top(x, F, tau, k)[label == 1]))
+
+
 def log_rank(x: Array, relevance: Array, *_: Any) -> float:
     """1 less the loss of a list, from its formula."""
     total, below = 0.0, 0.0
@@ -114,6 +118,7 @@ LOSSES = {
     "average_precision_loss": Loss(losses.average_precision_loss, average_precision, "binary"),
     "recall_at_k_loss": Loss(losses.recall_at_k_loss, recall, "binary", 3),
     "precision_at_k_loss": Loss(losses.precision_at_k_loss, precision, "binary", 3),
+    "hit_at_k_loss": Loss(losses.hit_at_k_loss, hit, "binary", 3),
     "log_rank_loss": Loss(losses.log_rank_loss, log_rank, "graded", of_cdf=False),
 }
 ARGUMENT = {"real": "targets", "graded": "relevance", "binary": "labels"}
@@ -184,6 +189,7 @@ def test_hard_limits_are_those_of_scipy_and_scikit_learn(n: int, cdf: str) -> No
                 abs(1 - losses.recall_at_k_loss(x, label, k, **options) - hits / label.sum().item()) < 1e-12
             )
             assert abs(1 - losses.precision_at_k_loss(x, label, k, **options) - hits / k) < 1e-12
+            assert abs(1 - losses.hit_at_k_loss(x, label, k, **options) - (hits > 0)) < 1e-12
 
 
 def test_targets_count_by_their_order_only() -> None:
@@ -206,7 +212,7 @@ def test_no_order_is_better_than_the_best(name: str, cdf: str) -> None:
         value = loss(2 * randn(300, 7), target, tau=tau, cdf=cdf, reduction="none")
         assert (value >= -1e-12).all() and (value <= (2 if loss.kind == "real" else 1) + 1e-12).all()
     best = loss(target.double(), target, tau=1e-4, cdf=cdf, k=3) if loss.k else None
-    if name in ("ndcg_loss at k", "recall_at_k_loss"):
+    if name in ("ndcg_loss at k", "recall_at_k_loss", "hit_at_k_loss"):
         assert best is not None and best < loss(-target.double(), target, tau=1e-4, cdf=cdf)
 
 
@@ -227,6 +233,7 @@ def test_a_hundred_thousand_entries(name: str) -> None:
         "average": lambda: (np.cumsum(gain) / (place + 1))[gain == 1].mean(),
         "recall": lambda: gain[:k].sum() / t.sum(),
         "precision": lambda: gain[:k].sum() / k,
+        "hit": lambda: float(gain[:k].any()),
     }[name.partition("_")[0]]()
     assert abs(1 - value.item() - want) < 2e-6  # some scores are equal in float32
     value = loss(x, target, tau=0.1)
@@ -372,8 +379,8 @@ def test_k_per_list_and_beyond_the_list(name: str) -> None:
     torch.testing.assert_close(got, torch.stack(want), rtol=1e-12, atol=1e-12)
     if "precision" in name:
         assert abs(got[2] - (1 - target[2].sum().item() / 60)) < 1e-12
-    elif "recall" in name:
-        assert got[2] == 0
+    elif "recall" in name or "hit" in name:
+        assert got[2] < 1e-300
     else:
         assert got[2] == losses.ndcg_loss(x[2], target[2])
 

@@ -33,6 +33,7 @@ from khot.masks import soft_topk
 
 __all__ = [
     "average_precision_loss",
+    "hit_at_k_loss",
     "log_rank_loss",
     "ndcg_loss",
     "precision_at_k_loss",
@@ -386,6 +387,49 @@ def precision_at_k_loss(
     precision = (positive * lists.topk(k)).sum(-1) / widen(k)
     loss = not_below_zero(1 - precision.masked_fill(bad, math.nan))
     return lists.reduce(loss, positive.any(-1) | bad, reduction)
+
+
+@by_rows(0, loss=True)
+def hit_at_k_loss(
+    scores: Tensor,
+    labels: Tensor,
+    k: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    cdf: CDFName | CDF = "laplace",
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """1 − the hit rate at k (success at k): the share of the lists of which the top k have no positive entry.
+
+        L = Π_(i: labels_i = 1) (1 − y_i),   y = soft_topk(scores, k)
+
+    One positive entry among the top k is enough, so that the loss leaves the others where they are. With one
+    positive entry in each list it is :func:`recall_at_k_loss`. As τ → 0, L tends to 0 where one of the k
+    largest scores is positive, and to 1 elsewhere, if the k-th and the next are not equal.
+
+    Args:
+        scores, labels, k: as for :func:`recall_at_k_loss`.
+        dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+
+    Returns:
+        A number in [0, 1] of the scores' dtype; with ``"none"`` the batch shape. A list without positive
+        entries, which cannot be hit, is 0 with ``"none"`` and is left out of the mean.
+
+    Gradients, time, memory, errors: as for :func:`recall_at_k_loss`.
+
+    Example:
+        >>> scores = torch.tensor([4.0, 1.0, 3.0, 2.0])
+        >>> khot.losses.hit_at_k_loss(scores, torch.tensor([0, 1, 0, 1]), 2, tau=0.5)
+        tensor(0.7957)
+    """
+    lists = _lists(scores, dim, tau, cdf, mask, reduction)
+    positive, bad = _positive(labels, lists)
+    missed = torch.where(positive, 1 - lists.topk(_size(k, lists)), 1)
+    tiny = torch.finfo(missed.dtype).tiny
+    loss = missed.clamp(min=tiny).log().sum(-1).exp()  # torch.prod looks at values
+    return lists.reduce(loss.masked_fill(bad, math.nan), positive.any(-1) | bad, reduction)
 
 
 class _Lists(NamedTuple):
