@@ -433,7 +433,7 @@ ROWS: dict[str, Row] = {
         capacity=(0, None, math.inf),
         top_groups=(None,),
     ),
-    "khot.nn.TopKRouter.forward": Row(khot.nn.TopKRouter(4, 3, 2), TOKENS),
+    "khot.nn.TopKRouter.forward": Row(khot.nn.TopKRouter(4, 5, N), {**TOKENS, "k": 2}),
     "khot.nn.TokenChoiceRouter.forward": Row(khot.nn.TokenChoiceRouter(4, 3, 2), TOKENS),
     "khot.nn.ExpertChoiceRouter.forward": Row(khot.nn.ExpertChoiceRouter(4, 3), TOKENS),
     "khot.nn.BalancedRouter.forward": Row(khot.nn.BalancedRouter(4, 3, 2), TOKENS),

@@ -191,6 +191,37 @@ def test_indices_are_the_callers_own(balanced: bool) -> None:
     assert router.weight.grad is not None and router.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("capacity", [None, 0.7])
+def test_tokens_with_a_k_of_their_own(capacity: float | None, scores: Any) -> None:
+    """Each of them as by a router of this k."""
+    x, k = normal(2, 40, 8), torch.arange(80).view(2, 40) % 4
+    mask = torch.arange(40) % 9 != 4
+    router = TopKRouter(8, E, 3, scores=scores, capacity=capacity, scale=1.5)
+    free = with_weight(TopKRouter(8, E, 3, scores=scores), router.weight)
+    routing = router(x, mask, k=k)
+    wanted = (torch.arange(3) < k.unsqueeze(-1)) & mask.unsqueeze(-1)
+    taken = routing.indices < E
+    assert not (taken & ~wanted).any() and (routing.topk_weights[~taken] == 0).all()
+    for size in (1, 2, 3):
+        alone = with_weight(TopKRouter(8, E, size, scores=scores, scale=1.5), router.weight)(x, mask)
+        there = taken[..., :size] & (k == size).unsqueeze(-1)
+        assert torch.equal(routing.indices[..., :size][there], alone.indices[there])
+        torch.testing.assert_close(routing.topk_weights[..., :size][there], alone.topk_weights[there])
+    most = math.inf if capacity is None else math.ceil(capacity * wanted.sum() / E)
+    assert torch.equal(taken, dropped_by_hand(torch.where(wanted, free(x).indices, E), most))
+    torch.testing.assert_close(routing.dropped, 1 - taken.sum() / wanted.sum())
+    torch.testing.assert_close(routing.load.sum(), taken.sum() / (2 * mask.sum()))
+    whole = router(x, mask, k=torch.tensor(3))
+    for a, b in zip(whole, router(x, mask), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match=r"^k must be an integer in \[0, 3\], but got 4"):
+        router(x, k=k + 1)
+    balanced = TopKRouter(8, E, 3, balancer=QuantileBalancer(E, 3))
+    with pytest.raises(ValueError, match=r"^k must be None with a balancer"):
+        balanced(x, k=k)
+
+
 def test_jitter_moves_what_the_router_sees_in_train_mode() -> None:
     torch.manual_seed(0)
     router, x = TopKRouter(D, E, K, jitter=0.2), torch.ones(500, D)

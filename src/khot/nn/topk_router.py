@@ -100,7 +100,10 @@ class TopKRouter(nn.Module):
 
     Shape:
         input: tokens (..., n, in_features), of any floating-point dtype; mask: (..., n), bool, False where a
-        token is padding, which goes to no expert and is not counted.
+        token is padding, which goes to no expert and is not counted; k: None, or how many experts each token
+        gets, integers from 0 to the layer's k that broadcast to (..., n), not with a balancer. A token then
+        gets its best experts, their weights are normalised among themselves, and the other places have the
+        index E and the weight 0.
 
         output: :class:`TopKRouting`, for experts of the form ``experts(x, indices, topk_weights)``, or for
         :class:`khot.nn.MixtureOfExperts`.
@@ -178,8 +181,9 @@ class TopKRouter(nn.Module):
     def _reset_weight(self) -> None:
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def forward(self, input: Tensor, mask: Tensor | None = None) -> TopKRouting:
+    def forward(self, input: Tensor, mask: Tensor | None = None, *, k: Tensor | None = None) -> TopKRouting:
         input, mask, padding = tokens_of(self, input, mask)
+        others = None if k is None else self._others(k, input)
         wide = torch.promote_types(input.dtype, torch.float32)
         with without_autocast(input.device):
             x = in_dtype(input, wide)
@@ -189,6 +193,8 @@ class TopKRouter(nn.Module):
         scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
         indices = self._choose(scores if self.scores == "sigmoid" else logits, mask)
         weights = scores.gather(-1, indices)
+        if others is not None:
+            weights = weights.masked_fill(others, 0)
         if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         if self.scale != 1:
@@ -196,6 +202,8 @@ class TopKRouter(nn.Module):
         sizes, dropped = logits.logsumexp(-1).square(), logits.new_zeros(())
         # which choices are none; without padding and a capacity all are taken, and their number is known
         lost = None if padding is None else padding.unsqueeze(-1)
+        if others is not None:
+            lost = others if lost is None else others | lost
         tokens: int | Tensor = max(1, sizes.numel())
         if lost is None:  # autograd has kept these, and they may be some columns of more
             indices = indices.clone(memory_format=torch.contiguous_format)
@@ -207,7 +215,8 @@ class TopKRouter(nn.Module):
         if self.capacity is not None:
             if not isinstance(tokens, Tensor):
                 tokens = torch.full((), tokens, dtype=wide, device=x.device)
-            most = (self.capacity * self.k * tokens / self.num_experts).ceil()
+            wanted = self.k * tokens if others is None else count.sum().to(wide)
+            most = (self.capacity * wanted / self.num_experts).ceil()
             beyond = self._beyond(indices, most)
             if lost is None:
                 lost, dropped = beyond, beyond.sum().to(wide) / max(1, indices.numel())
@@ -221,6 +230,13 @@ class TopKRouter(nn.Module):
         load = in_dtype(count, wide) / tokens
         weights = in_dtype(weights, input.dtype)
         return TopKRouting(weights, indices, logits, load, evenness(load), dropped, sizes.sum() / tokens)
+
+    def _others(self, k: Tensor, input: Tensor) -> Tensor:
+        """Which of the places of each token, best first, are beyond its own k, (..., n, k)."""
+        if self.balancer is not None:
+            raise ValueError("k must be None with a balancer, whose biases are for the k of the layer")
+        each = arguments.per_row(k, "k", input, low=0, high=self.k, integer=True)
+        return torch.arange(self.k, device=input.device) >= each.expand(input.shape[:-1]).unsqueeze(-1)
 
     def _choose(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         if self.balancer is not None:
