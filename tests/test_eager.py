@@ -22,7 +22,7 @@ from khot.cdfs import CDFName
 
 pytestmark = pytest.mark.skipif(not eager.in_use(), reason="the extension for small calls is not in use")
 
-CALLS = ("soft_topk", "soft_count", "inverse_soft_count", "topk", "topk_mask")
+CALLS = ("soft_topk", "hard_topk", "soft_count", "inverse_soft_count", "topk", "topk_mask")
 CDFS = ("logistic", "laplace", "normal", "uniform")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -277,6 +277,85 @@ def test_masked_and_hard_calls_are_those_of_the_ordinary_way(
             torch.testing.assert_close(a, b)
 
 
+SOFT: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "y": ("soft_topk", khot.soft_topk),
+    "log": ("soft_topk", khot.log_soft_topk),
+    "hard": ("hard_topk", partial(khot.soft_topk, hard=True)),
+}
+#: k and tau for rows with the batch shape (33, 2)
+GIVEN: dict[str, tuple[Any, Any]] = {
+    "one of both": (torch.tensor(2.0), torch.tensor(0.7, dtype=torch.float64)),
+    "each k": (scores(33, 2).sigmoid() + 1.5, 0.7),
+    "each tau": (2, scores(33, 2, dtype=torch.bfloat16).sigmoid() + 0.5),
+    "columns": (scores(2).sigmoid() + 1.5, scores(33, 1, dtype=torch.float64).sigmoid() + 0.5),
+    "integers": (torch.arange(66).view(2, 33).mT % 3 + 1, 0.7),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("output", SOFT)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_for_k_and_tau_are_those_of_the_ordinary_way(
+    dtype: torch.dtype, output: str, given: str
+) -> None:
+    """Values, and gradients of the scores, k and tau to second order, learned together and apart."""
+    name, call = SOFT[output]
+    x, grad = scores(33, 2, 9).to(dtype), scores(33, 2, 9, seed=1).to(dtype)
+    mask = scores(33, 2, 9, seed=2) > -1.5
+    mask[..., :3] = True
+    tensors = [v for v in (x, *GIVEN[given]) if isinstance(v, Tensor) and v.is_floating_point()]
+
+    def run(learned: list[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
+        fresh = {id(v): v.clone().requires_grad_() for v in learned}
+        k, tau = (fresh.get(id(v), v) for v in GIVEN[given])
+        y = call(fresh.get(id(x), x), k, tau=tau, mask=mask)
+        leaves = list(fresh.values())
+        first = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        recorded = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        total = sum((g.double().square().sum() for g in recorded), torch.zeros(()))
+        return y.detach(), *first, *torch.autograd.grad(total, leaves)
+
+    for learned in (tensors, *([v] for v in tensors)):
+        for given_mask in (None, mask):
+            with answers(name) as answered:
+                here = run(learned, given_mask)
+            assert answered == [True]
+            with ordinary():
+                there = run(learned, given_mask)
+            count = 1 + len(learned)
+            assert all(same(a, b) for a, b in zip(here[:count], there[:count], strict=True))
+            for a, b in zip(here[count:], there[count:], strict=True):  # by way of gradients in dtype
+                within = 64 * max(torch.finfo(dtype).eps, torch.finfo(b.dtype).eps)
+                assert (a - b).abs().max() <= within * b.abs().max()
+
+
+@pytest.mark.parametrize("output", SOFT)
+def test_tensors_for_k_and_tau_raise_the_errors_of_the_ordinary_way(output: str) -> None:
+    _, call = SOFT[output]
+    x = scores(4, 9)
+    few = x.where(x > 0, -math.inf)
+    for run in (
+        lambda: call(x, torch.tensor([2, 3, 10, 3])),
+        lambda: call(x, torch.tensor([2, 3, -1.0, 3])),
+        lambda: call(few, torch.tensor([1.0, 1.0, 9.0, 1.0])),
+        lambda: call(x, 2, tau=torch.tensor([1.0, 0.0, 1.0, 1.0])),
+        lambda: call(x, 2, tau=torch.tensor([1.0, math.nan, 1.0, 1.0], requires_grad=True)),
+        lambda: call(x, torch.tensor([2.0, 3.0])),
+        lambda: call(x, torch.full((9, 4), 2.0)),
+        lambda: call(x, torch.tensor([True, True, True, False])),
+    ):
+        here, there = both(run)
+        assert isinstance(here, tuple) and here == there
+    tau = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    y = call(x, 2, tau=tau)
+    with torch.no_grad():
+        tau.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    nothing = call(x, torch.zeros(4))
+    assert not nothing.exp().any() if output == "log" else not nothing.any()
+
+
 @pytest.mark.parametrize("hard", [False, True])
 def test_masked_calls_raise_the_errors_of_the_ordinary_way(hard: bool) -> None:
     x = scores(4, 9)
@@ -355,6 +434,9 @@ def test_what_is_not_plain_takes_the_ordinary_way() -> None:
         with forward_ad.dual_level():
             y = khot.soft_topk(forward_ad.make_dual(x, torch.ones_like(x)), 2)
             assert forward_ad.unpack_dual(y).tangent is not None
+            tau = torch.ones(4)
+            y = khot.soft_topk(x, 2, tau=forward_ad.make_dual(tau, tau))
+            assert forward_ad.unpack_dual(y).tangent is not None
 
     with answers("soft_topk") as answered:
         tangent()
@@ -368,8 +450,7 @@ def test_what_is_not_plain_takes_the_ordinary_way() -> None:
         khot.soft_topk(x, 2, mask=(x > -9)[:, :1].expand_as(x))
         khot.soft_topk(x, 2, largest=False)
         khot.soft_topk(x, 2, cdf=khot.cdfs.Power(1.5))
-        khot.soft_topk(x, torch.tensor(2.0, requires_grad=True))
-        khot.soft_topk(x, torch.tensor([2, 3, 2, 3]))
+        khot.soft_topk(x, torch.tensor([2, 3, 2, 3], dtype=torch.int16))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.jit.trace(lambda x: khot.soft_topk(x, 2), x, check_trace=False)

@@ -1,6 +1,5 @@
 // What the kernels read and write, row by row, whatever gives it: tensors of any strides in calls of the
-// operators (bindings/tensors.h), or contiguous tensors and one number for all rows in plain calls
-// (eager/).
+// operators (bindings/tensors.h), or contiguous tensors in plain calls (eager/).
 //
 // Rows gives a Row for each row, and Numbers gives a double.
 #pragma once
@@ -12,16 +11,11 @@
 
 namespace khot {
 
-// The same number for all rows.
-struct Same {
-  double value;
-  double operator()(int64_t) const { return value; }
-};
-
-// A number for each row, or zeros where there are none.
+// A number for each row or, where there are none, one for all rows.
 struct Listed {
   const double* data;
-  double operator()(int64_t row) const { return data != nullptr ? data[row] : 0; }
+  double same = 0;
+  double operator()(int64_t row) const { return data != nullptr ? data[row] : same; }
 };
 
 // Temperatures whose reciprocals are numbers.

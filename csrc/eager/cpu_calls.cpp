@@ -100,7 +100,7 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Tensor x = found->contiguous();
   Tensor y = at::empty(x.sizes(), x.options());
   const Rows scores(x, *dtype_of(x));
-  const HardRows rows(scores, Same{*k}, scores.results_in(y.mutable_data_ptr()));
+  const HardRows rows(scores, Listed{nullptr, *k}, scores.results_in(y.mutable_data_ptr()));
   const int64_t n = x.size(-1), count_of_rows = x.numel() / n;
   served->kernels.topk_mask(rows, n, 0, count_of_rows);
   if (!has_results(y)) Py_RETURN_NONE;

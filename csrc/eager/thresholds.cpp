@@ -1,5 +1,6 @@
 // Plain calls on the CPU that search for a threshold or count by one: the soft top-k, the soft count and
 // its inverse.
+#include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
@@ -21,9 +22,18 @@ namespace {
 
 // ------------------------------------------------------------------- the soft top-k and its threshold
 
+// k or tau: one number for all rows or, in double and contiguous, one for each row, which may be learned.
+struct Argument {
+  double same;
+  Tensor each;
+  Listed numbers() const { return {each.defined() ? each.const_data_ptr<double>() : nullptr, same}; }
+  bool learned() const { return each.defined() && each.requires_grad(); }
+  std::optional<Tensor> variable() const { return each.defined() ? std::optional(each) : std::nullopt; }
+};
+
 struct Problem {
   Spec spec;
-  double k, tau;
+  Argument k, tau;
   Tensor mask;        // of the entries that may be selected, of the sizes of x or of one row; or undefined
   bool hard = false;  // the result is the hard mask, with the gradient of y
   bool threshold() const { return spec.output == Output::kThreshold; }
@@ -66,10 +76,10 @@ Tensor masked(const Tensor& x, const Tensor& mask) {
 }
 
 // The hard mask of contiguous rows.
-Tensor hard_mask(const Tensor& entries, double k) {
+Tensor hard_mask(const Tensor& entries, const Argument& k) {
   Tensor made = at::empty(entries.sizes(), entries.options());
   const Rows scores(entries, *dtype_of(entries));
-  const HardRows rows(scores, Same{k}, scores.results_in(made.mutable_data_ptr()));
+  const HardRows rows(scores, k.numbers(), scores.results_in(made.mutable_data_ptr()));
   const int64_t n = entries.size(-1);
   each_part(entries.numel() / n, n,
             [&](int64_t begin, int64_t end) { served->kernels.topk_mask(rows, n, begin, end); });
@@ -83,9 +93,9 @@ Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) 
   void* const out = y.defined() ? y.mutable_data_ptr() : nullptr;
   const Tensor dense = x.contiguous();
   const Rows scores(dense, *dtype_of(x));
-  const Same k{problem.k}, tau{problem.tau};
+  const Invertible<Listed> tau{problem.tau.numbers()};
   served->soft_topk(problem.spec,
-                    SelectionRows(scores, k, Invertible<Same>{tau}, scores.results_in(out), hi, lo), rows);
+                    SelectionRows(scores, problem.k.numbers(), tau, scores.results_in(out), hi, lo), rows);
   double total = 0;  // one NaN makes it NaN
   for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
   if (std::isnan(total)) return Tensor();
@@ -94,21 +104,25 @@ Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) 
 
 bool density_from_value(Cdf cdf) { return cdf == Cdf::kLogistic || cdf == Cdf::kLaplace; }
 
-// The derivatives as khot/_ops/soft_topk.py has them: in operations that can be differentiated and mapped.
-Tensor vjp(const Tensor& grad, const Tensor& grad_lo, const Tensor& x, const Tensor& hi, const Tensor& lo,
-           const Problem& problem) {
+// The gradients of x, k and tau as khot/_ops/soft_topk.py has them: in operations that can be differentiated
+// and mapped.
+std::tuple<Tensor, Tensor, Tensor> vjp(const Tensor& grad, const Tensor& grad_lo, const Tensor& x,
+                                       const Tensor& hi, const Tensor& lo, const Argument& tau,
+                                       const Spec& spec) {
   static const auto call = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("khot::soft_topk_vjp", "")
-                               .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                             const Tensor&, double, c10::string_view, c10::string_view)>();
-  return call.call(grad, grad_lo, x, hi, lo, problem.tau, name_of(problem.spec.cdf, kCdfs),
-                   name_of(problem.spec.output, kOutputs));
+                               .typed<std::tuple<Tensor, Tensor, Tensor>(
+                                   const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                   const Tensor&, c10::string_view, c10::string_view)>();
+  const Tensor taus = tau.each.defined() ? tau.each : at::full({}, tau.same, hi.options());
+  return call.call(grad, grad_lo, x, hi, lo, taus, name_of(spec.cdf, kCdfs), name_of(spec.output, kOutputs));
 }
 
 class SoftTopk : public torch::autograd::Function<SoftTopk> {
  public:
   // y, log y or the threshold, and the part of the threshold that carries its derivatives
-  static Variables forward(Context* context, const Tensor& x, const Problem& problem, bool* valid) {
+  static Variables forward(Context* context, const Tensor& x, const std::optional<Tensor>& /*ks*/,
+                           const std::optional<Tensor>& /*taus*/, const Problem& problem, bool* valid) {
     const auto options = x.options().dtype(at::kDouble);
     Tensor hi = at::empty(x.sizes().slice(0, x.dim() - 1), options);
     Tensor lo = at::empty(x.sizes().slice(0, x.dim() - 1), options);
@@ -118,28 +132,29 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     if (!*valid) y = at::empty({0}, x.options());  // the call is left to the ordinary way
     context->set_materialize_grads(false);
     const bool serves = x.scalar_type() == at::kFloat && density_from_value(problem.spec.cdf) &&
-                        problem.spec.output == Output::kValue;
-    context->save_for_backward(
-        {x, serves ? y : Tensor(), hi, lo, problem.mask, problem.mask.defined() ? entries : Tensor()});
+                        problem.spec.output == Output::kValue && !problem.tau.learned();
+    context->save_for_backward({x, serves ? y : Tensor(), hi, lo, problem.mask,
+                                problem.mask.defined() ? entries : Tensor(), problem.tau.each});
     if (*valid && problem.hard) y = hard_mask(entries, problem.k);
     context->saved_data["problem"] =
         std::vector<double>{static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output),
-                            problem.k, problem.tau};
+                            problem.tau.same, static_cast<double>(problem.k.learned())};
     return {y, lo};
   }
 
   static Variables backward(Context* context, const Variables& grads) {
-    if (!grads[0].defined() && !grads[1].defined()) return {Tensor(), Tensor(), Tensor()};
+    if (!grads[0].defined() && !grads[1].defined()) return Variables(5);
     const Variables saved = context->get_saved_variables();
     const Tensor &x = saved[0], &y = saved[1], &hi = saved[2], &lo = saved[3];
     const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
     const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), 0,
                     static_cast<Output>(static_cast<int>(given[1])), x.size(-1), nullptr};
-    const Problem problem{spec, given[2], given[3]};
+    const Argument tau{given[2], saved[6]};
+    const bool learns_k = given[3] != 0;
     const bool direct = !at::GradMode::is_enabled() && plain_state() && grads[0].defined() &&
                         plain_tensor(grads[0]) && plain_tensor(x) && !grads[1].defined();
     Tensor grad = grads[0], grad_lo = grads[1];
-    if (problem.threshold() && grad.defined()) {  // the threshold is lo and a constant
+    if (spec.output == Output::kThreshold && grad.defined()) {  // the threshold is lo and a constant
       grad = grad.to(at::kDouble);
       grad_lo = grad_lo.defined() ? at::add(grad_lo, grad) : grad;
       grad = Tensor();
@@ -147,10 +162,14 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     if (!direct) {
       const Tensor first = grad.defined() ? grad : at::zeros_like(x);
       const Tensor second = grad_lo.defined() ? grad_lo : at::zeros({}, hi.options());
-      return {vjp(first, second, masked(x, saved[4]), hi, lo, problem), Tensor(), Tensor()};
+      auto [dx, dk, dtau] = vjp(first, second, masked(x, saved[4]), hi, lo, tau, spec);
+      return {dx, learns_k ? dk : Tensor(), tau.learned() ? dtau : Tensor(), Tensor(), Tensor()};
     }
     RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
-    Tensor result = at::empty(x.sizes(), x.options());
+    Tensor result = at::empty(x.sizes(), x.options()), dk, dtau;
+    if (learns_k) dk = at::empty_like(hi);
+    if (tau.learned()) dtau = at::empty_like(hi);
+    const auto numbers_in = [](Tensor& t) { return t.defined() ? t.mutable_data_ptr<double>() : nullptr; };
     if (grad.defined()) grad = grad.contiguous();
     if (grad_lo.defined()) grad_lo = grad_lo.contiguous();
     const Tensor dense = saved[5].defined() ? saved[5] : x.contiguous();
@@ -160,11 +179,11 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     if (y.defined()) outputs.emplace(y, Dtype::kFloat);
     if (grad.defined()) incoming.emplace(grad, dtype);
     const Listed given_lo{grad_lo.defined() ? grad_lo.const_data_ptr<double>() : nullptr};
-    const GradientRows rows(dtype, scores, Invertible<Same>{{problem.tau}}, outputs, incoming, given_lo,
+    const GradientRows rows(dtype, scores, Invertible<Listed>{tau.numbers()}, outputs, incoming, given_lo,
                             Listed{hi.const_data_ptr<double>()}, Listed{lo.const_data_ptr<double>()},
-                            scores.results_in(result.mutable_data_ptr()), nullptr, nullptr);
+                            scores.results_in(result.mutable_data_ptr()), numbers_in(dk), numbers_in(dtau));
     served->soft_topk_backward(spec, rows, x.numel() / spec.n);
-    return {result, Tensor(), Tensor()};
+    return {result, dk, dtau, Tensor(), Tensor()};
   }
 };
 
@@ -172,9 +191,9 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
 Tensor solve(const Tensor& x, const Problem& problem) {
   RECORD_FUNCTION("khot::soft_topk", std::vector<c10::IValue>());
   const pybind11::gil_scoped_release others_may_run;
-  if (at::GradMode::is_enabled() && x.requires_grad()) {
+  if (at::GradMode::is_enabled() && (x.requires_grad() || problem.k.learned() || problem.tau.learned())) {
     bool valid = true;
-    const Tensor y = SoftTopk::apply(x, problem, &valid)[0];
+    const Tensor y = SoftTopk::apply(x, problem.k.variable(), problem.tau.variable(), problem, &valid)[0];
     return valid ? y : Tensor();
   }
   const Tensor entries = entries_of(x, problem);
@@ -188,10 +207,10 @@ Tensor solve(const Tensor& x, const Problem& problem) {
 
 // ---------------------------------------------------------------------------------- the soft count
 
-using Counts = LevelRows<Rows, Same, Listed>;
+using Counts = LevelRows<Rows, Listed, Listed>;
 
 Counts counts_of(const Tensor& x, double at, double tau) {
-  return {1, Rows(x, *dtype_of(x)), Same{tau}, Same{at}};
+  return {1, Rows(x, *dtype_of(x)), Listed{nullptr, tau}, Listed{nullptr, at}};
 }
 
 CountSpec count_spec(const Tensor& x, Cdf cdf) {
@@ -273,14 +292,33 @@ bool suits(const Tensor& mask, const Tensor& x) {
          (mask.sizes() == x.sizes() || of_row);
 }
 
+// A number greater than 0, or a tensor of such numbers that broadcasts with the rows of x.
+std::optional<Argument> argument(PyObject* value, const Tensor& x, double most) {
+  const auto batch = x.sizes().slice(0, x.dim() - 1);
+  Argument result{number(value).value_or(0)};
+  int64_t count = 1;
+  if (result.same == 0 && THPVariable_CheckExact(value)) {
+    const Tensor& given = THPVariable_Unpack(value);
+    if (!plain_tensor(given) || given._fw_grad(0).defined() || !at::is_expandable_to(given.sizes(), batch) ||
+        !(dtype_of(given) || given.scalar_type() == at::kLong))
+      return std::nullopt;
+    result.each = given.to(at::kDouble).expand(batch).contiguous();
+    count = result.each.numel();
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    if (!(result.numbers()(row) > 0 && result.numbers()(row) <= most)) return std::nullopt;
+  }
+  return result;
+}
+
 PyObject* on_cpu(PyObject* const* args, bool hard) {
   if (args[5] != Py_True || args[7] != Py_None) Py_RETURN_NONE;
   const Tensor* const x = rows_of(args[0], args[2], kAny);
   if (x == nullptr) Py_RETURN_NONE;
-  const auto k = number(args[1]), tau = number(args[3]);
+  const auto k = argument(args[1], *x, static_cast<double>(x->size(-1)));
+  const auto tau = argument(args[3], *x, std::numeric_limits<double>::max());
   const auto cdf = cdf_of(args[4]);
-  if (!k || !tau || !cdf || !(*k > 0 && *k <= x->size(-1)) || !(*tau > 0 && std::isfinite(*tau)))
-    Py_RETURN_NONE;
+  if (!k || !tau || !cdf) Py_RETURN_NONE;
   const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
   Problem problem{{*cdf, 0, output, x->size(-1), nullptr}, *k, *tau, Tensor(), hard};
   if (args[6] != Py_None) {
@@ -332,8 +370,8 @@ PyObject* inverse_soft_count(PyObject*, PyObject* const* args, Py_ssize_t given)
   HANDLE_TH_ERRORS
   const Levelled call = levelled(args, given);
   if (call.x == nullptr || !(call.level > 0 && call.level <= call.x->size(-1))) Py_RETURN_NONE;
-  Tensor t =
-      solve(*call.x, {{call.cdf, 0, Output::kThreshold, call.x->size(-1), nullptr}, call.level, call.tau});
+  Tensor t = solve(*call.x,
+                   {{call.cdf, 0, Output::kThreshold, call.x->size(-1), nullptr}, {call.level}, {call.tau}});
   if (!t.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(t));
   END_HANDLE_TH_ERRORS
