@@ -126,6 +126,34 @@ KHOT_APART void put(void* p, Dtype dtype, int64_t at, int count, const R* values
   }
 }
 
+// Copies in float of rows of half precision, up to a length: these are converted once, and not in every pass,
+// and passes may keep in the place of a result what the next one needs. Other rows stay where they are.
+class FloatCopies {
+ public:
+  // There is room for so many at a time.
+  FloatCopies(Dtype dtype, int64_t n, int count) : dtype_(dtype), n_(static_cast<int>(n)) {
+    const bool half = dtype == Dtype::kHalf || dtype == Dtype::kBFloat16;
+    if (half && n <= kLongest) floats_.resize(count * n);
+  }
+
+  Row of(const Row& row, int place) {
+    return floats_.empty() ? row : Row{convert(row, 0, n_, room(place)), Dtype::kFloat, 1};
+  }
+  // Where the entries of a result are written first, and what brings them to it.
+  void* instead_of(void* out, int place) { return floats_.empty() ? out : room(place); }
+  void finish(void* out, int place) {
+    if (!floats_.empty()) put(out, dtype_, 0, n_, room(place));
+  }
+
+ private:
+  static constexpr int64_t kLongest = 1 << 15;
+  float* room(int place) { return floats_.data() + int64_t{place} * n_; }
+
+  Dtype dtype_;
+  int n_;
+  std::vector<float> floats_;
+};
+
 constexpr int64_t kSampleFrom = 65536;  // from this length on, a guess comes from a sample of the row
 constexpr int kSampleBlocks = 16;
 constexpr int kSampleMax = 16384;

@@ -66,17 +66,22 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
 inline void backward(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     using C = decltype(F);
+    if (begin == end) return;
+    FloatCopies copies(rows.x(begin).dtype, spec.n, 3);
     auto one = [&](int64_t i) {
       double grad_k, grad_tau;
-      backward_row(spec, F, rows.x(i), rows.y(i), rows.grad(i), rows.grad_lo(i), rows.tau(i),
-                   rows.threshold(i), rows.grad_x(i), rows.keeps_numbers(), grad_k, grad_tau);
+      const Row grad = spec.output == Output::kThreshold ? Row{} : copies.of(rows.grad(i), 1);
+      backward_row(spec, F, copies.of(rows.x(i), 0), rows.y(i), grad, rows.grad_lo(i), rows.tau(i),
+                   rows.threshold(i), copies.instead_of(rows.grad_x(i), 2), rows.keeps_numbers(), grad_k,
+                   grad_tau);
+      copies.finish(rows.grad_x(i), 2);
       rows.put(i, grad_k, grad_tau);
     };
     const bool suits =
         spec.output == Output::kValue || (spec.output == Output::kLog ? C::log_fits_float : C::full_support);
     LaneBackward<C> lanes(spec, F);
     each_row(
-        suits && begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float, begin, end,
+        suits && fits_tile(rows.x(begin), spec.n) && F.fits_float, begin, end,
         [&](int64_t first, bool* done) { lanes.run(rows, first, done); }, one);
   });
 }

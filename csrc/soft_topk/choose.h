@@ -61,14 +61,18 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
 inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     using C = decltype(F);
+    if (begin == end) return;
     Goal goal;
+    const bool threshold = spec.output == Output::kThreshold;
+    FloatCopies copies(rows.x(begin).dtype, spec.n, 2);
     auto one = [&](int64_t i) {
       Threshold t;
-      forward_row(spec, F, rows.x(i), rows.k(i), rows.tau(i), rows.out(i), goal, t);
+      void* const out = copies.instead_of(rows.out(i), 1);
+      forward_row(spec, F, copies.of(rows.x(i), 0), rows.k(i), rows.tau(i), out, goal, t);
+      if (!threshold) copies.finish(rows.out(i), 1);
       rows.put(i, t);
     };
-    const bool threshold = spec.output == Output::kThreshold;
-    const bool together = begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float &&
+    const bool together = fits_tile(rows.x(begin), spec.n) && F.fits_float &&
                           (C::log_fits_float || spec.output != Output::kLog);
     LaneSolver<C> lanes(spec, F);
     auto several = [&](int64_t first, bool* done) {

@@ -236,6 +236,43 @@ def test_masks_of_many_short_rows_as_the_reference(dtype: torch.dtype, n: int) -
 
 @needs_extension
 @every_cdf
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_float_rounded(cdf: str, dtype: torch.dtype) -> None:
+    for n in (40, 700):
+        x, k = adversarial(n, torch.float64)
+        x = x.clamp(-60_000, 60_000).to(dtype)
+        k = torch.minimum(k, (x > -torch.inf).sum(-1))
+        y, want = forward(x, k, 1.0, cdf)[0], expected(x, k, 1.0, cdf)[0]
+        ulp = torch.finfo(dtype).eps * want.abs() + torch.finfo(dtype).tiny
+        assert ((y.double() - want).abs() <= 0.51 * ulp + 5e-7).all()
+
+
+@needs_extension
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tau", [1.0, 1e-3])
+def test_long_rows_of_half_precision_have_the_bits_of_float(cdf: str, dtype: torch.dtype, tau: float) -> None:
+    """They are solved in a copy in float, so that nothing but the result is rounded."""
+    x, k = adversarial(700, torch.float64)
+    half = x.clamp(-60_000, 60_000).to(dtype)
+    k = torch.minimum(k, (half > -torch.inf).sum(-1))
+    v = torch.randn(half.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    nothing, scale = torch.zeros((), dtype=torch.float64), torch.tensor(tau, dtype=torch.float64)
+    for output in ("y", "log", "threshold"):
+        found = []
+        for s in (half, half.float()):
+            y, hi, lo = forward(s, k, tau, cdf, output)
+            grad = v.to(s.dtype) if y.numel() else y
+            grads = torch.ops.khot.soft_topk_backward(
+                grad, nothing if y.numel() else torch.ones_like(hi), s, hi, lo, scale, cdf, CDFS[cdf], output
+            )
+            found.append([y.to(dtype), hi, lo, grads[0].to(dtype), *grads[1:]])
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got.nan_to_num(nan=7.0), want.nan_to_num(nan=7.0))
+
+
+@needs_extension
+@every_cdf
 @pytest.mark.parametrize("output", ["y", "log", "threshold"])
 @pytest.mark.parametrize("n", [2, 7, 64, 203])
 def test_gradients_of_many_short_rows_as_the_reference(cdf: str, output: str, n: int) -> None:
