@@ -191,7 +191,10 @@ struct Logistic : FullSupport<Logistic> {
   static KHOT_INLINE VecF rise(VecF /*a*/, VecF a_rest, VecF b, VecF /*b_rest*/, float share) {
     return b * a_rest * share;
   }
-  static KHOT_INLINE VecF density_of(VecF y) { return y * (1 - y); }
+  template <class V>
+  static KHOT_INLINE V density_of(V y) {
+    return y * (1 - y);
+  }
 
   double cdf(double z) const { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
   double pdf(double z) const {
@@ -257,8 +260,9 @@ struct Laplace : FullSupport<Laplace> {
     const VecF across = 0.5f * share + 2 * (0.5f - a) * (0.5f - b_rest);
     return b <= 0.5f ? b * share : a > 0.5f ? a_rest * share : across;
   }
-  static KHOT_INLINE VecF density_of(VecF y) {
-    const VecF rest = 1 - y;
+  template <class V>
+  static KHOT_INLINE V density_of(V y) {
+    const V rest = 1 - y;
     return rest < y ? rest : y;
   }
 

@@ -6,6 +6,7 @@
 
 #include "soft_topk/apply.h"
 #include "soft_topk/careful.h"
+#include "soft_topk/in_double.h"
 #include "soft_topk/lanes.h"
 #include "soft_topk/ordinary.h"
 #include "soft_topk/polish.h"
@@ -39,12 +40,21 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
     }
     return false;
   };
+  auto in_double = [&] {
+    {
+      const FlushSubnormals flush;
+      if (!OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).approach(k, goal, t)) return false;
+    }
+    return DoubleRow<C>(spec, F, x, k, tau).finish(t, out);
+  };
   bool fast = false;
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
   } else if (float_carries(spec, F, x.dtype, tau) && in_float()) {
     fast = true;
   } else if (float_carries_threshold(spec, F, x.dtype, tau) && threshold_in_float()) {
+    return;
+  } else if (x.dtype == Dtype::kDouble && DoubleRow<C>::suits(F, tau) && in_double()) {
     return;
   } else {
     t = CarefulSolver<C>(x, spec.n, tau, F, spec.inside).solve(k);
@@ -72,19 +82,25 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
       if (!threshold) copies.finish(rows.out(i), 1);
       rows.put(i, t);
     };
-    const bool together = fits_tile(rows.x(begin), spec.n) && F.fits_float &&
-                          (C::log_fits_float || spec.output != Output::kLog);
-    LaneSolver<C> lanes(spec, F);
+    // In double, lanes look for the threshold alone.
+    const bool in_double = rows.x(begin).dtype == Dtype::kDouble;
+    const bool together = spec.n > 0 && spec.n <= kShortRow && F.fits_float &&
+                          (in_double ? C::full_support : C::log_fits_float || spec.output != Output::kLog);
+    Spec search = spec;
+    if (in_double) search.output = Output::kThreshold;
+    LaneSolver<C> lanes(search, F);
     auto several = [&](int64_t first, bool* done) {
       {
         const FlushSubnormals flush;
         lanes.solve(rows, first, goal, done);
       }
-      for (int64_t j = 0; threshold && j < lanes.width; ++j) {
+      for (int64_t j = 0; search.output == Output::kThreshold && j < lanes.width; ++j) {
         if (!done[j]) continue;
         const int64_t i = first + j;
         Threshold t = lanes.threshold(j);
-        done[j] = polish(rows.x(i), spec.n, rows.tau(i), F, nullptr, rows.k(i), lanes.slope(j), t);
+        const double k = rows.k(i), tau = rows.tau(i);
+        done[j] = in_double ? DoubleRow<C>(spec, F, rows.x(i), k, tau).finish(t, rows.out(i))
+                            : polish(rows.x(i), spec.n, tau, F, nullptr, k, lanes.slope(j), t);
         rows.put(i, t);
       }
     };

@@ -235,6 +235,28 @@ def test_masks_of_many_short_rows_as_the_reference(dtype: torch.dtype, n: int) -
 
 
 @needs_extension
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("shape", [(40, 5), (40, 64), (6, 3_000)], ids=str)
+def test_rows_in_double_have_all_its_digits(cdf: str, shape: tuple[int, int]) -> None:
+    """Float looks for their thresholds first; it resolves no differences of scores that are far from 0."""
+    generator = torch.Generator().manual_seed(shape[1])
+    plain = torch.randn(shape, generator=generator, dtype=torch.float64)
+    masked = plain.masked_fill(torch.rand(shape, generator=generator) < 0.4, -torch.inf)
+    masked[:, :2] = plain[:, :2]
+    for x in (plain, plain + 1e6, plain + 1e12, plain * 1e-9, masked):
+        selectable = (x > -torch.inf).sum(-1)
+        for k in (0.5 + 0 * selectable, selectable / 3, selectable - 0.25):
+            for tau in (1.0, 0.1, x.std().nan_to_num(nan=0.3).item()):
+                y, hi, lo = forward(x, k, tau, cdf)
+                want, want_hi, want_lo = expected(x, k, tau, cdf)
+                assert error(y, want) <= 1e-12
+                few = torch.minimum(k, selectable - k).clamp(min=1)
+                assert ((y.sum(-1) - k).abs() <= 1e-12 * few + shape[1] * 2**-53).all()
+                miss = ((hi - want_hi) + (lo - want_lo)).abs() / tau
+                assert (miss * few <= 1e-11 * shape[1] + 4e-16 * hi.abs() / tau).all()
+
+
+@needs_extension
 @every_cdf
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_float_rounded(cdf: str, dtype: torch.dtype) -> None:
