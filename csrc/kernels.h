@@ -224,6 +224,9 @@ struct Kernels {
   void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);
   // Of so many entries those that may be selected, and -inf in the place of the others.
   void (*selectable)(Dtype dtype, const void* x, const bool* mask, int64_t count, void* out);
+  // Copies `count` columns of n floats, of a matrix whose rows are `step` apart, to rows one behind the
+  // other, or with `back` these to the columns. There has to be room for one more row.
+  void (*turn)(float* matrix, int64_t step, int64_t n, int64_t count, float* rows, bool back);
   void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t begin, int64_t end);
   // The m entries of one row of the places k, which count from 1 for the largest. out has the row's dtype.
   void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);

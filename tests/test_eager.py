@@ -132,7 +132,7 @@ SELECTIONS: list[Callable[[Tensor, Any], Tensor]] = [
     ),
     lambda x, k: khot.soft_count(x, k, 0),
     lambda x, k: khot.inverse_soft_count(x, k, 0),
-    lambda x, k: khot.soft_topk(x, k, 0),
+    lambda x, k: khot.soft_topk(x, k, 0).clone(memory_format=torch.contiguous_format),
     lambda x, k: khot.soft_topk(x, k, x.dim() - 1, tau=3),
     partial(khot.soft_topk, hard=True),
 ]
@@ -327,6 +327,76 @@ def test_tensors_for_k_and_tau_are_those_of_the_ordinary_way(
             for a, b in zip(here[count:], there[count:], strict=True):  # by way of gradients in dtype
                 within = 64 * max(torch.finfo(dtype).eps, torch.finfo(b.dtype).eps)
                 assert (a - b).abs().max() <= within * b.abs().max()
+
+
+COLUMNS: dict[str, tuple[tuple[int, ...], int]] = {
+    "matrix": ((64, 40), 0),
+    "few columns": ((33, 3), -2),
+    "middle": ((2, 9, 37), 1),
+    "outermost": ((20, 3, 5), 0),
+    "long": ((700, 21), 0),
+}
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("output", SOFT)
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_columns_are_the_rows_of_the_moved_tensor(cdf: Any, output: str, columns: str) -> None:
+    """Values and gradients to second order, with masks and learned numbers, in the layout of the input."""
+    name, call = SOFT[output]
+    shape, dim = COLUMNS[columns]
+    x, grad = scores(*shape), scores(*shape, seed=1)
+    batch = x.movedim(dim, -1).shape[:-1]
+    k, tau = 2 + scores(*batch, seed=2).sigmoid(), 1 + scores(*batch, seed=3).sigmoid()
+    mask = (scores(*shape, seed=4) > -1).movedim(dim, -1)
+    mask[..., :3] = True
+    mask = mask.movedim(-1, dim).contiguous()
+
+    def run(moved: bool, learned: bool, given: Tensor | None) -> tuple[Tensor, ...]:
+        leaf, count, scale = (v.clone().requires_grad_() for v in (x, k, tau))
+        there = (lambda t: t.movedim(dim, -1)) if moved else (lambda t: t)
+        back = (lambda t: t.movedim(-1, dim)) if moved else (lambda t: t)
+        y = call(
+            there(leaf),
+            count if learned else 2.5,
+            -1 if moved else dim,
+            tau=scale if learned else 1.0,
+            cdf=cdf,
+            mask=None if given is None else there(given),
+        )
+        assert moved or y.is_contiguous()
+        leaves = [leaf, count, scale] if learned else [leaf]
+        y = back(y)
+        first = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        recorded = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        total = sum((g.double().square().sum() for g in recorded), torch.zeros(()))
+        return y.detach(), *first, *torch.autograd.grad(total, leaves)
+
+    for learned in (False, True):
+        for given in (None, mask):
+            with answers(name) as answered:
+                here = run(False, learned, given)
+            assert answered == [True]
+            with ordinary():
+                there = run(True, learned, given)
+            for a, b in zip(here, there, strict=True):
+                largest = b.masked_fill(b.isinf(), 0).abs().max().clamp(min=1)
+                assert (a - b).abs().masked_fill(a == b, 0).max() <= 2e-6 * largest
+    with torch.no_grad(), answers(name) as answered:
+        assert torch.equal(call(x, 2.5, dim, cdf=cdf), call(x.clone().requires_grad_(), 2.5, dim, cdf=cdf))
+    assert answered == [True, True]
+
+
+@pytest.mark.parametrize("output", SOFT)
+def test_columns_without_a_result_are_those_of_the_ordinary_way(output: str) -> None:
+    _, call = SOFT[output]
+    x = scores(9, 4)
+    x[3, 2] = math.nan
+    here, there = both(lambda: call(x, 2, 0).clone(memory_format=torch.contiguous_format))
+    assert same(here, there) and here[:, 2].isnan().all()
+    x[:, 1] = -math.inf
+    here, there = both(lambda: call(x, 2, 0))
+    assert isinstance(here, tuple) and here == there
 
 
 @pytest.mark.parametrize("output", SOFT)

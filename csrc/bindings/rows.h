@@ -16,6 +16,7 @@ struct Listed {
   const double* data;
   double same = 0;
   double operator()(int64_t row) const { return data != nullptr ? data[row] : same; }
+  Listed from(int64_t first) const { return {data != nullptr ? data + first : nullptr, same}; }
 };
 
 // Temperatures whose reciprocals are numbers.

@@ -71,6 +71,8 @@ struct Rows {
       : data(static_cast<const char*>(x.const_data_ptr())),
         bytes(x.size(-1) * x.element_size()),
         dtype(dtype) {}
+  Rows(const float* rows, int64_t n)
+      : data(reinterpret_cast<const char*>(rows)), bytes(n * sizeof(float)), dtype(Dtype::kFloat) {}
   Row operator()(int64_t row) const { return {data + row * bytes, dtype, 1}; }
   Results results_in(void* out) const { return {static_cast<char*>(out), bytes}; }  // of the same shape
 

@@ -9,8 +9,10 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <optional>
 
 #include "eager/calls.h"
@@ -36,6 +38,7 @@ struct Problem {
   Argument k, tau;
   Tensor mask;        // of the entries that may be selected, of the sizes of x or of one row; or undefined
   bool hard = false;  // the result is the hard mask, with the gradient of y
+  int64_t dim = -1;   // of the rows, counted from the end; if it is another one, x is in float and contiguous
   bool threshold() const { return spec.output == Output::kThreshold; }
 };
 
@@ -43,6 +46,50 @@ struct Problem {
 template <class Function>
 void each_part(int64_t rows, int64_t n, Function function) {
   at::parallel_for(0, rows, std::max<int64_t>(1, at::internal::GRAIN_SIZE / n), function);
+}
+
+// The sizes of a tensor without those of its rows, and the distance of the entries of one.
+c10::DimVector batch_of(const Tensor& x, int64_t dim) {
+  c10::DimVector sizes(x.sizes());
+  sizes.erase(sizes.end() + dim);
+  return sizes;
+}
+int64_t step_of(const Tensor& x, int64_t dim) {
+  const auto inside = x.sizes().slice(x.dim() + dim + 1);
+  return c10::multiply_integers(inside);
+}
+
+// Some neighbouring columns, which are rows in another dimension than the last, in copies that are rows.
+struct Columns {
+  int64_t n, step, first, at, count, size;  // which rows they are, and where the first begins
+  float* room;
+
+  Rows read(const Tensor& x, int place) const {
+    served->kernels.turn(const_cast<float*>(x.const_data_ptr<float>()) + at, step, n, count, rows(place),
+                         false);
+    return {rows(place), n};
+  }
+  Results results(int place) const { return Rows(rows(place), n).results_in(rows(place)); }
+  void write(Tensor& x, int place) const {
+    served->kernels.turn(x.mutable_data_ptr<float>() + at, step, n, count, rows(place), true);
+  }
+  float* rows(int place) const { return room + place * size; }
+};
+
+// serve(columns) for all of them, which has room for copies of so many tensors.
+template <class Serve>
+void each_columns(const Tensor& x, int64_t dim, int64_t copies, Serve serve) {
+  const int64_t n = x.size(dim), step = step_of(x, dim),
+                count = std::clamp<int64_t>((1 << 15) / n / 16, 1, 16) * 16;
+  const int64_t each = (step + count - 1) / count, size = (count + 1) * n;
+  each_part(x.numel() / (n * step) * each, n * count, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> room(new float[copies * size]);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t outside = i / each * step, inside = i % each * count;
+      serve(Columns{n, step, outside + inside, outside * n + inside, std::min(count, step - inside), size,
+                    room.get()});
+    }
+  });
 }
 
 // The rows without the entries that may not be selected, contiguous.
@@ -75,12 +122,20 @@ Tensor masked(const Tensor& x, const Tensor& mask) {
   return at::where(mask, x, at::full({}, -std::numeric_limits<double>::infinity(), x.options()));
 }
 
-// The hard mask of contiguous rows.
-Tensor hard_mask(const Tensor& entries, const Argument& k) {
+// The hard mask of contiguous entries.
+Tensor hard_mask(const Tensor& entries, const Problem& problem) {
   Tensor made = at::empty(entries.sizes(), entries.options());
+  const int64_t n = problem.spec.n;
+  if (problem.dim != -1) {
+    each_columns(entries, problem.dim, 2, [&](const Columns& some) {
+      const HardRows rows(some.read(entries, 0), problem.k.numbers().from(some.first), some.results(1));
+      served->kernels.topk_mask(rows, n, 0, some.count);
+      some.write(made, 1);
+    });
+    return made;
+  }
   const Rows scores(entries, *dtype_of(entries));
-  const HardRows rows(scores, k.numbers(), scores.results_in(made.mutable_data_ptr()));
-  const int64_t n = entries.size(-1);
+  const HardRows rows(scores, problem.k.numbers(), scores.results_in(made.mutable_data_ptr()));
   each_part(entries.numel() / n, n,
             [&](int64_t begin, int64_t end) { served->kernels.topk_mask(rows, n, begin, end); });
   return made;
@@ -90,12 +145,23 @@ Tensor hard_mask(const Tensor& entries, const Argument& k) {
 Tensor forward(const Tensor& x, const Problem& problem, double* hi, double* lo) {
   const int64_t rows = x.numel() / problem.spec.n;
   Tensor y = problem.threshold() ? Tensor() : at::empty(x.sizes(), x.options());
-  void* const out = y.defined() ? y.mutable_data_ptr() : nullptr;
-  const Tensor dense = x.contiguous();
-  const Rows scores(dense, *dtype_of(x));
-  const Invertible<Listed> tau{problem.tau.numbers()};
-  served->soft_topk(problem.spec,
-                    SelectionRows(scores, problem.k.numbers(), tau, scores.results_in(out), hi, lo), rows);
+  const Listed ks = problem.k.numbers(), taus = problem.tau.numbers();
+  if (problem.dim != -1) {
+    each_columns(x, problem.dim, 2, [&](const Columns& some) {
+      const SelectionRows rows(some.read(x, 0), ks.from(some.first),
+                               Invertible<Listed>{taus.from(some.first)}, some.results(1), hi + some.first,
+                               lo + some.first);
+      served->kernels.forward(problem.spec, rows, 0, some.count);
+      some.write(y, 1);
+    });
+  } else {
+    void* const out = y.defined() ? y.mutable_data_ptr() : nullptr;
+    const Tensor dense = x.contiguous();
+    const Rows scores(dense, *dtype_of(x));
+    served->soft_topk(problem.spec,
+                      SelectionRows(scores, ks, Invertible<Listed>{taus}, scores.results_in(out), hi, lo),
+                      rows);
+  }
   double total = 0;  // one NaN makes it NaN
   for (int64_t row = 0; row < rows; ++row) total += std::isnan(hi[row]) ? hi[row] : 0;
   if (std::isnan(total)) return Tensor();
@@ -124,8 +190,8 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
   static Variables forward(Context* context, const Tensor& x, const std::optional<Tensor>& /*ks*/,
                            const std::optional<Tensor>& /*taus*/, const Problem& problem, bool* valid) {
     const auto options = x.options().dtype(at::kDouble);
-    Tensor hi = at::empty(x.sizes().slice(0, x.dim() - 1), options);
-    Tensor lo = at::empty(x.sizes().slice(0, x.dim() - 1), options);
+    const c10::DimVector batch = batch_of(x, problem.dim);
+    Tensor hi = at::empty(batch, options), lo = at::empty(batch, options);
     const Tensor entries = entries_of(x, problem);
     Tensor y = khot::forward(entries, problem, hi.mutable_data_ptr<double>(), lo.mutable_data_ptr<double>());
     *valid = y.defined();
@@ -135,10 +201,10 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
                         problem.spec.output == Output::kValue && !problem.tau.learned();
     context->save_for_backward({x, serves ? y : Tensor(), hi, lo, problem.mask,
                                 problem.mask.defined() ? entries : Tensor(), problem.tau.each});
-    if (*valid && problem.hard) y = hard_mask(entries, problem.k);
-    context->saved_data["problem"] =
-        std::vector<double>{static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output),
-                            problem.tau.same, static_cast<double>(problem.k.learned())};
+    if (*valid && problem.hard) y = hard_mask(entries, problem);
+    context->saved_data["problem"] = std::vector<double>{
+        static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output), problem.tau.same,
+        static_cast<double>(problem.k.learned()), static_cast<double>(problem.dim)};
     return {y, lo};
   }
 
@@ -147,8 +213,9 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     const Variables saved = context->get_saved_variables();
     const Tensor &x = saved[0], &y = saved[1], &hi = saved[2], &lo = saved[3];
     const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
+    const int64_t dim = static_cast<int64_t>(given[4]);
     const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), 0,
-                    static_cast<Output>(static_cast<int>(given[1])), x.size(-1), nullptr};
+                    static_cast<Output>(static_cast<int>(given[1])), x.size(dim), nullptr};
     const Argument tau{given[2], saved[6]};
     const bool learns_k = given[3] != 0;
     const bool direct = !at::GradMode::is_enabled() && plain_state() && grads[0].defined() &&
@@ -162,8 +229,12 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     if (!direct) {
       const Tensor first = grad.defined() ? grad : at::zeros_like(x);
       const Tensor second = grad_lo.defined() ? grad_lo : at::zeros({}, hi.options());
-      auto [dx, dk, dtau] = vjp(first, second, masked(x, saved[4]), hi, lo, tau, spec);
-      return {dx, learns_k ? dk : Tensor(), tau.learned() ? dtau : Tensor(), Tensor(), Tensor()};
+      const auto last = [=](const Tensor& t) {
+        return spec.output == Output::kThreshold ? t : t.movedim(dim, -1);
+      };
+      auto [dx, dk, dtau] = vjp(last(first), second, last(masked(x, saved[4])), hi, lo, tau, spec);
+      return {dx.movedim(-1, dim), learns_k ? dk : Tensor(), tau.learned() ? dtau : Tensor(), Tensor(),
+              Tensor()};
     }
     RECORD_FUNCTION("khot::soft_topk_backward", std::vector<c10::IValue>());
     Tensor result = at::empty(x.sizes(), x.options()), dk, dtau;
@@ -176,12 +247,28 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     const Dtype dtype = *dtype_of(x);
     const Rows scores(dense, dtype);
     std::optional<Rows> outputs, incoming;
+    double *const dks = numbers_in(dk), *const dtaus = numbers_in(dtau);
+    const Listed his{hi.const_data_ptr<double>()}, los{lo.const_data_ptr<double>()};
+    if (dim != -1) {
+      each_columns(x, dim, 4, [&](const Columns& some) {
+        const int64_t first = some.first;
+        std::optional<Rows> outputs;
+        if (y.defined()) outputs = some.read(y, 1);
+        const GradientRows rows(dtype, some.read(dense, 0), Invertible<Listed>{tau.numbers().from(first)},
+                                outputs, std::optional<Rows>(some.read(grad, 2)), Listed{nullptr},
+                                his.from(first), los.from(first), some.results(3),
+                                dks != nullptr ? dks + first : nullptr,
+                                dtaus != nullptr ? dtaus + first : nullptr);
+        served->kernels.backward(spec, rows, 0, some.count);
+        some.write(result, 3);
+      });
+      return {result, dk, dtau, Tensor(), Tensor()};
+    }
     if (y.defined()) outputs.emplace(y, Dtype::kFloat);
     if (grad.defined()) incoming.emplace(grad, dtype);
     const Listed given_lo{grad_lo.defined() ? grad_lo.const_data_ptr<double>() : nullptr};
     const GradientRows rows(dtype, scores, Invertible<Listed>{tau.numbers()}, outputs, incoming, given_lo,
-                            Listed{hi.const_data_ptr<double>()}, Listed{lo.const_data_ptr<double>()},
-                            scores.results_in(result.mutable_data_ptr()), numbers_in(dk), numbers_in(dtau));
+                            his, los, scores.results_in(result.mutable_data_ptr()), dks, dtaus);
     served->soft_topk_backward(spec, rows, x.numel() / spec.n);
     return {result, dk, dtau, Tensor(), Tensor()};
   }
@@ -198,8 +285,10 @@ Tensor solve(const Tensor& x, const Problem& problem) {
   }
   const Tensor entries = entries_of(x, problem);
   if (problem.hard) {
-    const Tensor made = hard_mask(entries, problem.k);
-    return has_results(made) ? made : Tensor();
+    const Tensor made = hard_mask(entries, problem);
+    const Tensor firsts =
+        problem.dim == -1 ? made : made.narrow(problem.dim, 0, 1).contiguous().unsqueeze(-1);
+    return has_results(firsts) ? made : Tensor();
   }
   c10::SmallVector<double, 64> threshold(2 * (x.numel() / problem.spec.n));
   return forward(entries, problem, threshold.data(), threshold.data() + threshold.size() / 2);
@@ -285,16 +374,24 @@ Levelled levelled(PyObject* const* args, Py_ssize_t count) {
 namespace {
 
 // A mask that the kernels read: dense, and of the sizes of x or of one row.
-bool suits(const Tensor& mask, const Tensor& x) {
-  const bool of_row =
-      mask.numel() == x.size(-1) && mask.dim() > 0 && mask.dim() <= x.dim() && mask.size(-1) == x.size(-1);
+bool suits(const Tensor& mask, const Tensor& x, int64_t dim) {
+  const bool of_row = dim == -1 && mask.numel() == x.size(-1) && mask.dim() > 0 && mask.dim() <= x.dim() &&
+                      mask.size(-1) == x.size(-1);
   return mask.scalar_type() == at::kBool && plain_tensor(mask) && mask.is_contiguous() &&
          (mask.sizes() == x.sizes() || of_row);
 }
 
+// A contiguous tensor in float that has its rows in another dimension than the last, not too long to be
+// copied.
+const Tensor* columns_of(PyObject* input, PyObject* dim, int64_t& axis) {
+  const Tensor* const x = rows_along(input, dim, axis);
+  if (x == nullptr || served == nullptr || !plain_tensor(*x) || !x->is_contiguous()) return nullptr;
+  return x->scalar_type() == at::kFloat && axis != -1 && x->size(axis) <= 1 << 14 ? x : nullptr;
+}
+
 // A number greater than 0, or a tensor of such numbers that broadcasts with the rows of x.
-std::optional<Argument> argument(PyObject* value, const Tensor& x, double most) {
-  const auto batch = x.sizes().slice(0, x.dim() - 1);
+std::optional<Argument> argument(PyObject* value, const Tensor& x, int64_t dim, double most) {
+  const c10::DimVector batch = batch_of(x, dim);
   Argument result{number(value).value_or(0)};
   int64_t count = 1;
   if (result.same == 0 && THPVariable_CheckExact(value)) {
@@ -313,16 +410,18 @@ std::optional<Argument> argument(PyObject* value, const Tensor& x, double most) 
 
 PyObject* on_cpu(PyObject* const* args, bool hard) {
   if (args[5] != Py_True || args[7] != Py_None) Py_RETURN_NONE;
-  const Tensor* const x = rows_of(args[0], args[2], kAny);
+  int64_t dim = -1;
+  const Tensor* x = rows_of(args[0], args[2], kAny);
+  if (x == nullptr) x = columns_of(args[0], args[2], dim);
   if (x == nullptr) Py_RETURN_NONE;
-  const auto k = argument(args[1], *x, static_cast<double>(x->size(-1)));
-  const auto tau = argument(args[3], *x, std::numeric_limits<double>::max());
+  const auto k = argument(args[1], *x, dim, static_cast<double>(x->size(dim)));
+  const auto tau = argument(args[3], *x, dim, std::numeric_limits<double>::max());
   const auto cdf = cdf_of(args[4]);
   if (!k || !tau || !cdf) Py_RETURN_NONE;
   const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
-  Problem problem{{*cdf, 0, output, x->size(-1), nullptr}, *k, *tau, Tensor(), hard};
+  Problem problem{{*cdf, 0, output, x->size(dim), nullptr}, *k, *tau, Tensor(), hard, dim};
   if (args[6] != Py_None) {
-    if (!THPVariable_CheckExact(args[6]) || !suits(THPVariable_Unpack(args[6]), *x)) Py_RETURN_NONE;
+    if (!THPVariable_CheckExact(args[6]) || !suits(THPVariable_Unpack(args[6]), *x, dim)) Py_RETURN_NONE;
     problem.mask = THPVariable_Unpack(args[6]);
   }
   Tensor y = solve(*x, problem);

@@ -26,9 +26,22 @@
 namespace khot::KHOT_ISA {
 
 const Kernels& kernels() {
-  static constexpr Kernels table{
-      KHOT_NAME,   forward,   backward,   budget, budget_backward,  soft_count, soft_count_backward, shares,
-      assign_rows, topk_mask, selectable, topk,   order_statistics, magnitude,  magnitude_backward};
+  static constexpr Kernels table{KHOT_NAME,
+                                 forward,
+                                 backward,
+                                 budget,
+                                 budget_backward,
+                                 soft_count,
+                                 soft_count_backward,
+                                 shares,
+                                 assign_rows,
+                                 topk_mask,
+                                 selectable,
+                                 turn,
+                                 topk,
+                                 order_statistics,
+                                 magnitude,
+                                 magnitude_backward};
   return table;
 }
 

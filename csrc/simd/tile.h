@@ -31,32 +31,50 @@ KHOT_INLINE void each_row(bool together, int64_t begin, int64_t end, Several sev
   for (; i < end; ++i) one(i);
 }
 
-// Fills a tile with n entries from each p[j].
-inline KHOT_APART void to_columns(const float* const* p, int n, float* tile) {
+// Fills a tile with n entries from each p[j]. Its columns may also be a part of the rows of a matrix, `step`
+// entries apart: so many entries of each of n rows.
+inline KHOT_APART void to_columns(const float* const* p, int n, float* tile, int64_t step = kWidth<float>,
+                                  int lanes = kWidth<float>) {
   constexpr int width = kWidth<float>;
   for (int i = 0; i < n; i += width) {
-    const int count = std::min(width, n - i);
+    const int count = std::min(width, n - i), filled = step == width ? width : count;
     VecF v[width];
 #pragma GCC unroll 16
     for (int j = 0; j < width; ++j) v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
     transpose(v);
 #pragma GCC unroll 16
-    for (int j = 0; j < width; ++j) *column(tile, i + j) = v[j];
+    for (int j = 0; j < width; ++j) {
+      if (j < filled) store_beside(tile + (i + j) * step, 0, lanes, v[j]);
+    }
   }
 }
 
 // Writes n entries of each row of a tile to p[j].
-inline KHOT_APART void from_columns(float* tile, int n, float* const* p) {
+inline KHOT_APART void from_columns(const float* tile, int n, float* const* p, int64_t step = kWidth<float>,
+                                    int lanes = kWidth<float>) {
   constexpr int width = kWidth<float>;
   for (int i = 0; i < n; i += width) {
     const int count = std::min(width, n - i);
     VecF v[width];
 #pragma GCC unroll 16
-    for (int j = 0; j < width; ++j) v[j] = *column(tile, i + j);
+    for (int j = 0; j < width; ++j) v[j] = j < count ? beside(tile + (i + j) * step, 0, lanes) : VecF{};
     transpose(v);
 #pragma GCC unroll 16
     for (int j = 0; j < width; ++j)
       count == width ? store(p[j] + i, v[j]) : store_part(p[j] + i, count, v[j]);
+  }
+}
+
+// Copies the columns of a matrix, whose rows are `step` entries apart, to rows of n entries, one behind the
+// other, or with `back` these to the columns.
+inline void turn(float* matrix, int64_t step, int64_t n, int64_t count, float* rows, bool back) {
+  constexpr int width = kWidth<float>;
+  const int length = static_cast<int>(n);
+  for (int64_t i = 0; i < count; i += width) {
+    const int lanes = static_cast<int>(std::min<int64_t>(width, count - i));
+    float* p[width];
+    for (int j = 0; j < width; ++j) p[j] = rows + std::min(i + j, count) * n;  // there is room for one more
+    back ? to_columns(p, length, matrix + i, step, lanes) : from_columns(matrix + i, length, p, step, lanes);
   }
 }
 
