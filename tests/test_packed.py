@@ -55,6 +55,10 @@ def _cross_entropy(x: Tensor, *, label: Tensor, reduction: Any = "mean", **optio
     return losses.TopKCrossEntropyLoss(2, reduction=reduction)(x, label, **options)
 
 
+def _weighted_quantile(x: Tensor, **options: Any) -> Tensor:
+    return khot.quantile(x, interpolation="lower", **options)
+
+
 def _shares(x: Any, k: Tensor, offsets: Tensor | None) -> Tensor:
     """k/n for each entry of rows like those of x."""
     if x.is_nested:
@@ -95,6 +99,9 @@ SOFT = [
     _case(khot.soft_median, "tau mask", entries=False, filled=True),
     _case(khot.quantile, "q mask", entries=False, filled=True),
     _case(khot.kth_value, "k mask", entries=False, filled=True),
+    _case(khot.conformal_quantile, "alpha=share mask", entries=False, filled=True),
+    _case(khot.nucleus_mask, "p=share tau mask", filled=True),
+    _case(_weighted_quantile, "q weights=cost mask", entries=False, filled=True),
     _case(khot.project_permutahedron, "w tau mask"),
     _case(khot.soft_count, "at tau mask", entries=False),
     _case(khot.inverse_soft_count, "count tau mask", entries=False, filled=True),
@@ -114,6 +121,7 @@ LOSSES = [
     _case(losses.average_precision_loss, "labels tau mask"),
     _case(losses.precision_at_k_loss, "labels k=one tau mask"),
     _case(losses.recall_at_k_loss, "labels k=one tau mask"),
+    _case(losses.hit_at_k_loss, "labels k=one tau mask"),
     _case(losses.size_penalty, "weight"),
     _case(_fenchel_young, "target k tau mask"),
     _case(_cross_entropy, "label", filled=True),
@@ -130,8 +138,8 @@ DRAWS = [
     _case(sampling.gumbel_topk, "k"),
     _case(conditional_poisson.sample, "k"),
 ]
-ENTRIES = {"cost", "mask", "w", "q_logits", "targets", "relevance", "labels", "target"}
-ROWS = {"k", "one", "tau", "budget", "at", "count", "label", "weight"}
+ENTRIES = {"cost", "mask", "w", "q_logits", "targets", "relevance", "labels", "target", "weights"}
+ROWS = {"p", "alpha", "k", "one", "tau", "budget", "at", "count", "label", "weight"}
 
 
 def _given(lengths: list[int], takes: tuple[str, ...]) -> dict[str, Tensor]:
@@ -163,6 +171,7 @@ def _given(lengths: list[int], takes: tuple[str, ...]) -> dict[str, Tensor]:
         "order": torch.cat([torch.randperm(n, generator=g) for n in lengths] or [torch.ones(0).long()]),
         "label": torch.ones(rows, dtype=torch.int64),
         "weight": number(rows, 0, 1),
+        "share": number(rows, 0.4, 0.8),
     }
     named = (name.partition("=") for name in takes)
     return {name: every[source or name] for name, _, source in named}

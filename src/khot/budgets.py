@@ -221,7 +221,13 @@ def budget_mask(
 
 @by_rows(1)
 def nucleus_mask(
-    logits: Tensor, p: Scalar, dim: int = -1, *, tau: Scalar = 1.0, mask: Tensor | None = None
+    logits: Tensor,
+    p: Scalar,
+    dim: int = -1,
+    *,
+    tau: Scalar = 1.0,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """The nucleus (top-p) of a distribution: 1 for the most probable entries, as few as have the probability
     p together, 0 for the others.
@@ -237,6 +243,7 @@ def nucleus_mask(
         tau: temperature > 0 of the soft selection whose gradient the mask has, in the units of the logits.
         mask: bool, broadcastable to the logits; True where an entry may be selected. Entries under False are
             ignored, even NaN and inf, and have no probability.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         Zeros and ones of the logits' shape and dtype. A row without probabilities is NaN: one with a NaN or

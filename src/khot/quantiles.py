@@ -204,7 +204,14 @@ def quantile(
 
 
 @by_rows(0)
-def conformal_quantile(scores: Tensor, alpha: Scalar, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+def conformal_quantile(
+    scores: Tensor,
+    alpha: Scalar,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
     """The threshold of split conformal prediction: the ⌈(n + 1)(1 − α)⌉-th smallest of n scores.
 
     A new score that is exchangeable with the n scores is no larger than it with a probability of at least
@@ -221,6 +228,7 @@ def conformal_quantile(scores: Tensor, alpha: Scalar, dim: int = -1, *, mask: Te
         mask: bool, broadcastable to the scores; True where a score takes part. n is then the number of these
             scores. For a threshold for each class, pass the scores as ``scores.expand(num_classes, -1)`` and
             ``labels == torch.arange(num_classes).unsqueeze(-1)`` as the mask.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A tensor of the scores' dtype and of their shape without ``dim``. The result of a row with a NaN is

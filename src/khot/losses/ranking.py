@@ -400,6 +400,7 @@ def hit_at_k_loss(
     cdf: CDFName | CDF = "laplace",
     mask: Tensor | None = None,
     reduction: Reduction = "mean",
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """1 − the hit rate at k (success at k): the share of the lists of which the top k have no positive entry.
 
@@ -412,6 +413,7 @@ def hit_at_k_loss(
     Args:
         scores, labels, k: as for :func:`recall_at_k_loss`.
         dim, tau, cdf, mask, reduction: as for :func:`spearman_loss`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         A number in [0, 1] of the scores' dtype; with ``"none"`` the batch shape. A list without positive
