@@ -89,8 +89,10 @@ class OrdinarySolver : public RowPasses<C, Unit> {
   bool search(double guess, double k, double last, bool reads_odds, Threshold& t, void* out) {
     if (!(std::fabs(guess) < 1e30)) return false;
     k_ = k, last_ = last;
-    const bool stores = Passes::kStores && out != nullptr && x_.dtype == Dtype::kFloat;
-    Passes::start(guess, out, stores, reads_odds);
+    // Where most y are near 1, their sums lack the digits of what is left to it. Tails have them.
+    const bool by_odds = few_ * 12 >= k;
+    const bool stores = by_odds && Passes::kStores && out != nullptr && x_.dtype == Dtype::kFloat;
+    Passes::start(guess, out, stores, reads_odds && by_odds);
     const Found<OrdinarySolver> found = find(*this);
     if (!good) return false;
     t = split(t_);
