@@ -135,7 +135,8 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
         each = 1 + torch.rand(rows, generator=generator(2))
         soft = partial(khot.soft_topk, k=k)
         softmax = partial(torch.softmax, dim=-1)
-        found: dict[str, tuple[Function, Function, Tensor]] = {"plain": (soft, softmax, x)}
+        # the call, its unit, and its inputs, of which the unit has the first
+        found: dict[str, tuple[Any, ...]] = {"plain": (soft, softmax, x)}
         for cdf in ("logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3)):
             for tau in (0.03, 0.01, 1e-3, 1e-6):
                 name = cdf if isinstance(cdf, str) else "Power(4/3)"
@@ -151,9 +152,12 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
             "hard": (partial(soft, hard=True), softmax, x),
             "k of each row": (partial(soft, k=each * k / 2), softmax, x),
             "tau of each row": (partial(soft, tau=each), softmax, x),
+            "k learned": (khot.soft_topk, softmax, x, torch.tensor(float(k))),
+            "tau learned": (lambda x, tau: soft(x, tau=tau), softmax, x, torch.tensor(1.0)),
             "log_soft_topk": (partial(khot.log_soft_topk, k=k), softmax, x),
             "bfloat16, over its softmax": (soft, softmax, x.bfloat16()),
             "float64, over its softmax": (soft, softmax, x.double()),
+            "float64, normal, over its softmax": (partial(soft, cdf="normal"), softmax, x.double()),
             "dim=0, over its softmax": (
                 partial(soft, dim=0),
                 partial(torch.softmax, dim=0),
@@ -161,8 +165,8 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
             ),
         }
         cells = {}
-        for name, (call, unit, given) in found.items():
-            times = run.both({name: (call, given), "unit": (unit, given)})
+        for name, (call, unit, *given) in found.items():
+            times = run.both({name: (call, *given), "unit": (unit, given[0])})
             cells[name] = ratios(times, name, "unit")
         return cells
 
