@@ -128,6 +128,7 @@ TINY: dict[str, tuple[Any, ...]] = {
     "conditional_poisson": ((2, 20, 3.0), (2, 20, 4), (1, 1_000, 500)),
     "memory": (16, 64),
     "packages": ((4, 20, 3),),
+    "packed": ("4,096 rows of 64",),
     "permutahedron": ((2, 20),),
     "quantile": ((2, 20), (30,)),
     "ranking": ((2, 50), (2, 50, 30)),
