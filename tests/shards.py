@@ -643,6 +643,10 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
                 lambda x, k, tau, o=given: losses.precision_at_k_loss(x, labels, 2, tau=tau, **o),
                 True,
             ),
+            f"hit {how}": (
+                lambda x, k, tau, o=given: losses.hit_at_k_loss(x, labels, 2, tau=tau, **o),
+                True,
+            ),
             f"permutation {how}": (
                 lambda x, k, tau, o=given: losses.permutation_cross_entropy(x, order, tau=tau, **o),
                 True,

@@ -705,8 +705,10 @@ class PlackettLuce(Distribution):
             raise ValueError(f"logits must have at least one dim, but got {logits}")
         arguments.check_integer(k, "k", low=0, high=logits.shape[-1])
         self.k, self.logits = int(k), logits
+        if not arguments.readable(logits):  # torch would wait for the device to look at them
+            validate_args = False
         super().__init__(logits.shape[:-1], torch.Size([self.k]), validate_args=validate_args)
-        if self._validate_args and logits.numel() and arguments.readable(logits):
+        if self._validate_args and logits.numel():
             fewest = int((logits != -math.inf).sum(-1).min())
             if fewest < k:
                 raise ValueError(

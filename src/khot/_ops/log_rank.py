@@ -22,7 +22,7 @@ CELLS = 1 << 18  # pairs of a tile, of which some ten arrays of 2 MB stay in the
 
 
 def log_ranks(x: Tensor, gain: Tensor, grade: Tensor, step: Tensor) -> Tensor:
-    """Σ_c step_c Σ_(i: gain_i ≥ c) log(1 + N_ic / o_c) of each list, as for ``khot.losses.log_rank_loss``.
+    """Σ_c step_c Σ_(i: gain_i ≥ c) log(1 + N_ic / o_c) of each list, as for the loss of :mod:`khot.losses`.
 
     Args:
         x: (*batch, n), in the wide dtype; −inf takes no part.

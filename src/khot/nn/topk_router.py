@@ -215,8 +215,8 @@ class TopKRouter(nn.Module):
         if self.capacity is not None:
             if not isinstance(tokens, Tensor):
                 tokens = torch.full((), tokens, dtype=wide, device=x.device)
-            wanted = self.k * tokens if others is None else count.sum().to(wide)
-            most = (self.capacity * wanted / self.num_experts).ceil()
+            each, wanted = (self.k, tokens) if others is None else (1, count.sum().to(wide))
+            most = (self.capacity * each * wanted / self.num_experts).ceil()
             beyond = self._beyond(indices, most)
             if lost is None:
                 lost, dropped = beyond, beyond.sum().to(wide) / max(1, indices.numel())
