@@ -2,10 +2,10 @@
 // which lie one behind the other in one tensor, row i from offsets[i] to offsets[i + 1].
 //
 // Rows are sorted by their lengths. The kernels know rows of one length, wherever they lie, so that those of
-// one length are a run, which they serve without a copy. What is left of short rows, after as many as fill the
-// lanes of a vector, goes forward in mixed runs: copied side by side, with -inf behind the shorter ones. No
-// result depends on the number of threads. What is wrong with offsets is said by khot/_core/packed.py, which is
-// asked to by a result without rows.
+// one length are a run, which they serve without a copy. What is left of short rows, after as many as fill
+// the lanes of a vector, goes forward in mixed runs: copied side by side, with -inf behind the shorter ones.
+// No result depends on the number of threads. What is wrong with offsets is said by khot/_core/packed.py,
+// which is asked to by a result without rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -197,8 +197,7 @@ bool all_finite(const T* x, int64_t n) {
 // Whether no entry of a row is infinite or NaN, as far as a look at floats says.
 bool are_finite(const Values& values, int64_t start, int64_t n) {
   if (values.dtype == Dtype::kFloat) return all_finite(reinterpret_cast<const float*>(values.at(start)), n);
-  return values.dtype == Dtype::kDouble &&
-         all_finite(reinterpret_cast<const double*>(values.at(start)), n);
+  return values.dtype == Dtype::kDouble && all_finite(reinterpret_cast<const double*>(values.at(start)), n);
 }
 
 template <class T>
