@@ -812,3 +812,13 @@ def test_compiled_autograd_takes_it_as_it_is() -> None:
 
     here, there = both(run)
     assert same(here, there), (here, there)
+
+
+@pytest.mark.parametrize("columns", [4, 8, 16])
+def test_as_many_columns_as_a_vector_has_lanes(columns: int) -> None:
+    """What is written ends with the last row: beyond it lies what others have in memory."""
+    for _ in range(200):
+        x = scores(9, columns).requires_grad_()
+        y = khot.soft_topk(x, 2, 0)
+        (y * x.detach()).sum().backward()
+    torch.testing.assert_close(y, khot.soft_topk(x.T.contiguous(), 2).T)

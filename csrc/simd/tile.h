@@ -31,13 +31,13 @@ KHOT_INLINE void each_row(bool together, int64_t begin, int64_t end, Several sev
   for (; i < end; ++i) one(i);
 }
 
-// Fills a tile with n entries from each p[j]. Its columns may also be a part of the rows of a matrix, `step`
-// entries apart: so many entries of each of n rows.
+// Fills a tile with n entries from each p[j]; it has room for whole vectors of them. Its columns may also be
+// a part of the rows of a matrix without more room, `step` entries apart: so many entries of each of n rows.
 inline KHOT_APART void to_columns(const float* const* p, int n, float* tile, int64_t step = kWidth<float>,
-                                  int lanes = kWidth<float>) {
+                                  int lanes = kWidth<float>, bool room = true) {
   constexpr int width = kWidth<float>;
   for (int i = 0; i < n; i += width) {
-    const int count = std::min(width, n - i), filled = step == width ? width : count;
+    const int count = std::min(width, n - i), filled = room ? width : count;
     VecF v[width];
 #pragma GCC unroll 16
     for (int j = 0; j < width; ++j) v[j] = count == width ? load(p[j] + i) : load_part(p[j] + i, count, 0.0f);
@@ -74,7 +74,11 @@ inline void turn(float* matrix, int64_t step, int64_t n, int64_t count, float* r
     const int lanes = static_cast<int>(std::min<int64_t>(width, count - i));
     float* p[width];
     for (int j = 0; j < width; ++j) p[j] = rows + std::min(i + j, count) * n;  // there is room for one more
-    back ? to_columns(p, length, matrix + i, step, lanes) : from_columns(matrix + i, length, p, step, lanes);
+    if (back) {
+      to_columns(p, length, matrix + i, step, lanes, false);
+    } else {
+      from_columns(matrix + i, length, p, step, lanes);
+    }
   }
 }
 
