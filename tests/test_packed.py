@@ -23,7 +23,6 @@ LENGTHS = {
     "equal": [4] * 6,
     "one": [7],
     "empty rows": [0, 0],
-    "no rows": [],
 }
 
 
@@ -205,9 +204,7 @@ def _joined(case: Case, rows: list[Tensor], like: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize(
-    "lengths", [n for n in LENGTHS.values() if n], ids=[name for name, n in LENGTHS.items() if n]
-)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("case", SOFT)
 def test_each_row_alone(case: Case, lengths: list[int]) -> None:
     """Values, and derivatives of first and second order in the entries and in all numbers of rows."""
@@ -414,6 +411,7 @@ def test_many_rows_of_one() -> None:
         ([0, 5, 3, 9], ValueError, r"offsets\[2\] is 3, after 5"),
         ([1, 9], ValueError, "begin with 0, but got 1"),
         ([0, 8], ValueError, "end with the number of values, 9, but got 8"),
+        ([0], ValueError, "end with the number of values, 9, but got 0"),
         ([], ValueError, "at least one entry"),
         ([[0, 9]], ValueError, "one dim"),
         ([0.0, 9.0], TypeError, "int32 or int64"),
@@ -424,6 +422,30 @@ def test_bad_offsets(call: Callable[..., Tensor], offsets: list[Any], error: typ
     given = torch.tensor(offsets) if offsets else torch.ones(0, dtype=torch.int64)
     with pytest.raises(error, match=says):
         call(torch.randn(9), 20, offsets=given)  # the offsets are looked at before k
+
+
+@pytest.mark.parametrize(
+    "call", [khot.soft_topk, khot.log_soft_topk, khot.topk_mask, khot.soft_topk_magnitude]
+)
+def test_nothing_is_selected_from_a_row_without_entries(call: Callable[..., Tensor]) -> None:
+    """An error, as of any k above a row's length, where all rows are empty, too."""
+    for lengths in ([0, 3], [0, 0]):
+        x = torch.randn(sum(lengths))
+        for k in (1, torch.ones(2), torch.tensor([1.0, 0.0])):
+            with pytest.raises(ValueError, match=r"k must lie in \[0, .*\], but got 1"):
+                call(x, k, offsets=_offsets(lengths))
+        assert call(x, 0, offsets=_offsets(lengths)).shape == x.shape
+    with pytest.raises(ValueError, match="tau must be finite and > 0, but got 0"):
+        khot.soft_topk(x, 0, tau=torch.tensor([0.0, 1.0]), offsets=_offsets(lengths))
+
+
+def test_no_rows() -> None:
+    x, offsets = torch.empty(0), torch.tensor([0])
+    for call in (khot.soft_topk, khot.topk_mask, khot.soft_count):
+        assert call(x, 1, offsets=offsets).shape == (0,)
+    for call in (khot.soft_rank, khot.soft_median):
+        assert call(x, offsets=offsets).shape == (0,)
+    assert losses.ndcg_loss(x, x, offsets=offsets) == 0
 
 
 def test_bad_arguments() -> None:

@@ -4,8 +4,8 @@
 // Rows are sorted by their lengths. The kernels know rows of one length, wherever they lie, so that those of
 // one length are a run, which they serve without a copy. What is left of short rows, after as many as fill
 // the lanes of a vector, goes forward in mixed runs: copied side by side, with -inf behind the shorter ones.
-// No result depends on the number of threads. What is wrong with offsets is said by khot/_core/packed.py,
-// which is asked to by a result without rows.
+// No result depends on the number of threads. What is wrong with offsets, or with the k of a row without
+// entries, is said by khot/_core/packed.py, which `refused` asks to.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -76,18 +76,26 @@ class Packed {
     return found;
   }
 
-  // Takes rows of no entries, and those that `is_decided` says it of and has served, out of the order: it
-  // returns the first of the others.
-  template <class Decided>
-  int64_t decide(const Decided& is_decided) {
-    const auto middle = std::stable_partition(order_.begin(), order_.end(), is_decided);
-    return middle - order_.begin();
+  // The first in the order that has entries.
+  int64_t filled() const {
+    int64_t i = 0;
+    while (i < rows() && length(i) == 0) ++i;
+    return i;
   }
 
-  int64_t length_of(int64_t row) const { return starts_[row + 1] - starts_[row]; }
-  int64_t start_of(int64_t row) const { return starts_[row]; }
+  // Takes those that `serve` could serve out of the order, from the first with entries on: it returns the
+  // first of the others.
+  template <class Serve>
+  int64_t without(const Serve& serve) {
+    const auto from = order_.begin() + filled();
+    return std::stable_partition(from, order_.end(),
+                                 [&](int64_t row) { return serve(row, starts_[row], length_of(row)); }) -
+           order_.begin();
+  }
 
  private:
+  int64_t length_of(int64_t row) const { return starts_[row + 1] - starts_[row]; }
+
   void sort() {  // by counting, where the lengths are not many more than the rows
     order_.resize(rows());
     int64_t longest = 0;
@@ -205,6 +213,9 @@ void fill_row(char* to, int64_t n, double value) {
   std::fill(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to) + n, static_cast<T>(value));
 }
 
+// In the place of a result, which has one dimension.
+Tensor refused(const Tensor& x) { return empty(x, Sizes{0, 0}); }
+
 std::tuple<Tensor, Tensor, Tensor> packed_soft_topk(Tensor x, Tensor offsets, Tensor k, Tensor tau, Text cdf,
                                                     double shape, Text output) {
   Packed packed(offsets);
@@ -213,20 +224,21 @@ std::tuple<Tensor, Tensor, Tensor> packed_soft_topk(Tensor x, Tensor offsets, Te
   Spec spec{find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), 0, nullptr};
   const Tensor dense = torch::stable::contiguous(x);
   const Values values(dense);
-  if (!packed.covers(x.size(0))) {
-    Tensor none = empty(x, Sizes{0}, ScalarType::Double);
-    return {none, none, none};
-  }
+  if (!packed.covers(x.size(0))) return {refused(x), refused(x), refused(x)};
   Tensor y = empty(x, sizes_of(x)), hi = empty(x, batch, ScalarType::Double), lo = empty(hi, batch);
   double *const h = numbers_in(hi), *const l = numbers_in(lo);
   const RowScalars ks(k, batch), taus(tau, batch);
   char* const results = static_cast<char*>(y.mutable_data_ptr());
+  constexpr double kEnd = std::numeric_limits<double>::max();
+  for (int64_t i = 0; i < packed.filled(); ++i) {
+    const int64_t row = packed.row(i);
+    h[row] = l[row] = ks(row) == 0 && taus(row) > 0 ? kEnd : std::nan("");
+  }
   // The lanes give back rows of which none or all are selected, one by one.
-  const int64_t first = packed.decide([&](int64_t row) {
-    const int64_t n = packed.length_of(row), start = packed.start_of(row);
+  const int64_t first = packed.without([&](int64_t row, int64_t start, int64_t n) {
     const bool none = ks(row) == 0, all = ks(row) == static_cast<double>(n);
-    if (!(none || all) || !(taus(row) > 0) || (n > 0 && !are_finite(values, start, n))) return false;
-    h[row] = l[row] = none ? std::numeric_limits<double>::max() : -std::numeric_limits<double>::max();
+    if (!(none || all) || !(taus(row) > 0) || !are_finite(values, start, n)) return false;
+    h[row] = l[row] = none ? kEnd : -kEnd;
     const double share = spec.output == Output::kLog ? std::log(none ? 0.0 : 1.0) : none ? 0.0 : 1.0;
     char* const to = results + start * values.bytes();
     values.dtype == Dtype::kFloat ? fill_row<float>(to, n, share) : fill_row<double>(to, n, share);
@@ -305,12 +317,8 @@ std::tuple<Tensor, Tensor, Tensor> packed_soft_topk_backward(Tensor grad, Tensor
   const Gradients gradients(packed, values, grads, outputs, taus, hi.const_data_ptr<double>(),
                             lo.const_data_ptr<double>(), static_cast<char*>(grad_x.mutable_data_ptr()), dk,
                             dtau);
-  const int64_t first = packed.decide([&](int64_t row) {
-    if (packed.length_of(row) > 0) return false;
-    dk[row] = dtau[row] = 0;
-    return true;
-  });
-  each(packed.runs(first, false), [&](const Run& run) {
+  for (int64_t i = 0; i < packed.filled(); ++i) dk[packed.row(i)] = dtau[packed.row(i)] = 0;
+  each(packed.runs(packed.filled(), false), [&](const Run& run) {
     Spec own = spec;
     own.n = run.n;
     if (run.n >= kLongRow) own.inside = &kInside;
@@ -334,14 +342,16 @@ struct Hard final : MaskRows {
 
 Tensor packed_topk_mask(Tensor x, Tensor offsets, Tensor k) {
   Packed packed(offsets);
-  if (!packed.covers(x.size(0))) return empty(x, Sizes{0});
+  if (!packed.covers(x.size(0))) return refused(x);
   const RowScalars ks(k, Sizes{packed.rows()});
   const Tensor dense = torch::stable::contiguous(x);
   const Values values(dense);
   Tensor y = empty(x, sizes_of(x));
   const Hard rows(packed, values, ks, static_cast<char*>(y.mutable_data_ptr()));
-  const int64_t first = packed.decide([&](int64_t row) { return packed.length_of(row) == 0; });
-  each(packed.runs(first, false),
+  for (int64_t i = 0; i < packed.filled(); ++i) {
+    if (ks(packed.row(i)) != 0) return refused(x);
+  }
+  each(packed.runs(packed.filled(), false),
        [&](const Run& run) { kernels().topk_mask(rows, run.n, run.begin, run.end); });
   return y;
 }

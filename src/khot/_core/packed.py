@@ -123,7 +123,7 @@ def _of_values(
         if found is not None:
             return found
     lengths = _lengths(offsets, len(values))
-    how = _plan(lengths, offsets, masked="mask" in options)
+    how = _plan(lengths, offsets, len(values), masked="mask" in options)
     parts: dict[str, Sequence[Tensor]] = {name: _apart(values, how)}
     for key, value in lists.items():
         parts[key] = _parts(value, key, values, how)
@@ -194,24 +194,24 @@ def _taken_apart(input: Any, name: str) -> tuple[Tensor, Tensor]:
 def _lengths(offsets: Tensor, count: int) -> Tensor:
     """The lengths of the rows, if the offsets go from 0 to the number of values and never back."""
     lengths = offsets.diff()
-    first, last, least = torch.stack(
-        (offsets[0], offsets[-1], lengths.amin() if len(lengths) else offsets[0])
-    )
-    if int(first) != 0:
-        raise ValueError(f"offsets must begin with 0, but got {int(first)}")
-    if int(least) < 0:
+    ends = offsets[0], offsets[-1], lengths.amin() if len(lengths) else offsets[0]
+    first, last, least = torch.stack(ends).tolist()  # at once, because a device is waited for
+    if first != 0:
+        raise ValueError(f"offsets must begin with 0, but got {first}")
+    if least < 0:
         at = int((lengths < 0).nonzero()[0])
         raise ValueError(
             f"offsets must not decrease, but offsets[{at + 1}] is {int(offsets[at + 1])}, after "
             f"{int(offsets[at])}"
         )
-    if int(last) != count:
-        raise ValueError(f"offsets must end with the number of values, {count}, but got {int(last)}")
+    if last != count:
+        raise ValueError(f"offsets must end with the number of values, {count}, but got {last}")
     return lengths
 
 
-def _plan(lengths: Tensor, offsets: Tensor, masked: bool) -> Plan:
-    """The groups of rows of these lengths; ``masked`` if shorter rows may stand beside longer ones."""
+def _plan(lengths: Tensor, offsets: Tensor, values: int, masked: bool) -> Plan:
+    """The groups of rows of these lengths, of so many values; ``masked`` if shorter rows may stand beside
+    longer ones."""
     sizes, order = torch.sort(lengths, stable=True)
     kinds, counts = (each.tolist() for each in torch.unique_consecutive(sizes, return_counts=True))
     if not kinds:
@@ -227,12 +227,12 @@ def _plan(lengths: Tensor, offsets: Tensor, masked: bool) -> Plan:
         cell, ends = starts[low : low + count].unsqueeze(-1) + places, None
         if end - last > 1 or length > kinds[end]:
             ends = places < sizes[low : low + count].unsqueeze(-1)
-            cell.masked_fill_(~ends, int(offsets[-1]))
+            cell.masked_fill_(~ends, values)
         groups.append(Group(count, length, ends))
         cells.append(cell.reshape(-1))
         low, last = low + count, end
     where = torch.cat(cells)
-    back = where.new_empty(int(offsets[-1]) + 1)
+    back = where.new_empty(values + 1)
     back[where] = torch.arange(len(where), device=device)
     return Plan(groups, order, where, back[:-1])
 

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.dispatch import gradient
 from khot._core.torch_internals import as_usual, below_autograd, forward_mode_is_on, has_cpu_kernel
 from khot.cdfs import CDF, CDFName
 
@@ -120,7 +121,7 @@ class _SoftTopK(Function):
         ctx: Any, x: Tensor, k: Tensor, tau: Tensor, offsets: Tensor, key: Any, output: str, otherwise: Any
     ) -> Tensor | None:
         y, hi, lo = torch.ops.khot.packed_soft_topk(x, offsets, k, tau, *key, output)
-        if len(hi) != len(offsets) - 1 or bool(hi.isnan().any()):  # the offsets are wrong, or a row is
+        if y.dim() != 1 or bool(hi.isnan().any()):  # the offsets are wrong, or a row is
             return None
         by_value = output == "y" and x.dtype == torch.float32 and cdfs.resolve(*key).density_from_value
         kept = y if by_value and not ctx.needs_input_grad[2] else None
@@ -144,16 +145,11 @@ class _SoftTopK(Function):
                 dx, dk, dtau = torch.ops.khot.packed_soft_topk_backward(
                     grad, x, offsets, hi, lo, tau, *ctx.key, ctx.output, y
                 )
-            found = [dx, _of(k, dk, ctx.needs_input_grad[1]), _of(tau, dtau, ctx.needs_input_grad[2])]
+            found = [dx, *(gradient(ctx, i, d, t.shape, t.dtype) for i, t, d in ((1, k, dk), (2, tau, dtau)))]
         return *found, None, None, None, None
-
-
-def _of(number: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
-    """The gradient of a number for each row, or for all."""
-    return grad.sum_to_size(number.shape).to(number.dtype) if wanted else None
 
 
 def _hard(x: Tensor, k: Tensor, offsets: Tensor) -> Tensor | None:
     with below_autograd():
         y: Tensor = torch.ops.khot.packed_topk_mask(x.detach(), offsets, k.detach())
-    return y if len(y) == len(x) and not bool(y.isnan().any()) else None
+    return y if y.dim() == 1 and not bool(y.isnan().any()) else None
