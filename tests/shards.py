@@ -651,6 +651,18 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
                 lambda x, k, tau, o=given: losses.permutation_cross_entropy(x, order, tau=tau, **o),
                 True,
             ),
+            f"permutation masked {how}": (
+                lambda x, k, tau, o=given: losses.permutation_cross_entropy(
+                    x, order, mask=torch.ones_like(mask).scatter(1, order[:, 5:], False), **o
+                ),
+                True,
+            ),
+            f"cross-entropy masked {how}": (
+                lambda x, k, tau, o=given: losses.TopKCrossEntropyLoss(2, tau=tau, **o)(
+                    x, order[:, 0], mask=torch.ones_like(mask).scatter(1, order[:, 5:], False)
+                ),
+                True,
+            ),
             f"Fenchel-Young {how}": (
                 lambda x, k, tau, o=given: losses.FenchelYoungTopKLoss(2, tau=tau, **o)(
                     x, (order < 2).long()

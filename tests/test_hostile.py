@@ -85,7 +85,7 @@ X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.25, 1.0, -2.0, 0.0]])
 PROBS = torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.9, 0.1, 0.6, 0.4]])
 MASK = torch.tensor([[True, True, False, True], [True, True, True, True]])
 TWO_OF_FOUR = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
-ORDER = torch.tensor([[1, 3, 2, 0], [2, 3, 0, 1]])
+ORDER = torch.tensor([[1, 3, 0, 2], [2, 3, 0, 1]])
 N = 4
 
 
@@ -364,7 +364,7 @@ ROWS: dict[str, Row] = {
         k=(N + 1,),  # the number of classes is not known yet
     ),
     "khot.losses.TopKCrossEntropyLoss.forward": Row(
-        losses.TopKCrossEntropyLoss(2), {"input": X, "label": torch.tensor([0, 1])}
+        losses.TopKCrossEntropyLoss(2), {"input": X, "label": torch.tensor([0, 1]), "mask": MASK}
     ),
     "khot.losses.FenchelYoungTopKLoss": of(
         losses.FenchelYoungTopKLoss, {"k": 2.0}, {"dim": "dim type"}, k=(N + 0.5, N + 1)

@@ -338,6 +338,32 @@ def test_several_labels(mode: Any) -> None:
     assert held.grad is not None and held.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("mode", ["topk", "softmax", "cross_entropy"])
+@pytest.mark.parametrize("options", [{}, {"m": 3}, {"label_smoothing": 0.2}, {"soft": True}], ids=str)
+def test_classes_that_are_left_out(mode: Any, options: dict[str, Any]) -> None:
+    """As of rows without them."""
+    options = dict(options)
+    soft = options.pop("soft", False)
+    loss = TopKCrossEntropyLoss({1: 0.4, 2: 0.6}, tau=0.7, top1_mode=mode, reduction="none", **options)
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[0, 1:3] = mask[1, 5] = False
+    x, label = scores(3, 6).masked_fill(~mask, math.nan).requires_grad_(), torch.tensor([3, 0, -100])
+    if soft:
+        label = scores(3, 6, seed=1).exp() * mask
+    rows, expected = zip(x, mask, label, strict=True), []
+    for row, there, target in rows:
+        kept = target[there] if soft else target if target < 0 else there[:target].sum()
+        expected.append(loss(row[there], kept))
+    found = loss(x, label, mask=mask)
+    torch.testing.assert_close(found, torch.stack(expected))
+    got, wanted = (torch.autograd.grad(y.sum(), x)[0] for y in (found, torch.stack(expected)))
+    torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match="label must name classes under the mask"):
+        loss(x, label if soft else torch.tensor([1, 0, 0]), mask=mask & (torch.arange(6) != 3))
+    with pytest.raises(ValueError, match=r"must be at most the number of entries under the mask"):
+        loss(x, label, mask=mask & (torch.arange(6) == 3))
+
+
 def test_rows_that_are_all_ignored() -> None:
     x, label = scores(2, 3).requires_grad_(), torch.tensor([-100, -100])
     assert TopKCrossEntropyLoss(1)(x, label).isnan() and F.cross_entropy(x, label).isnan()
@@ -421,6 +447,34 @@ def test_permutation_cross_entropy_in_linear_memory() -> None:
     with PeakMemory() as memory:
         permutation_cross_entropy(x, x.argsort()).backward()
     assert memory.peak <= 8 * n * n / 200
+
+
+@pytest.mark.parametrize("cdf", ["laplace", "logistic", "uniform"])
+@pytest.mark.parametrize("descending", [False, True])
+def test_permutation_cross_entropy_of_masked_rows(cdf: Any, descending: bool) -> None:
+    """As of rows without the entries that are left out; what stands behind the last place is not read."""
+    x, mask = scores(3, 6), torch.ones(3, 6, dtype=torch.bool)
+    mask[1, 2:4] = mask[2, 0] = False
+    x = x.masked_fill(~mask, math.nan).requires_grad_()
+    target, expected = torch.full((3, 6), -100), []
+    for row, there, to in zip(x, mask, target, strict=True):
+        kept = row[there]
+        order = kept.detach().argsort(descending=not descending)
+        to[: len(order)] = there.nonzero().flatten()[order]
+        loss = permutation_cross_entropy(
+            kept, order, cdf=cdf, tau=3.0, descending=descending, reduction="none"
+        )
+        expected.append(F.pad(loss, (0, len(row) - len(order))))
+    options: dict[str, Any] = {"cdf": cdf, "tau": 3.0, "descending": descending, "mask": mask}
+    found = permutation_cross_entropy(x, target, **options, reduction="none")
+    torch.testing.assert_close(found, torch.stack(expected))
+    mean = permutation_cross_entropy(x, target, **options)
+    torch.testing.assert_close(mean, found.sum() / mask.sum())
+    got, wanted = (torch.autograd.grad(y.sum(), x)[0] for y in (found, torch.stack(expected)))
+    torch.testing.assert_close(got, wanted)
+    target[1, 0] = 2
+    with pytest.raises(ValueError, match="target must name entries under the mask, but got 2"):
+        permutation_cross_entropy(x, target, **options)
 
 
 def test_permutation_cross_entropy_of_bad_arguments() -> None:

@@ -55,6 +55,11 @@ def _cross_entropy(x: Tensor, *, label: Tensor, reduction: Any = "mean", **optio
     return losses.TopKCrossEntropyLoss(2, reduction=reduction)(x, label, **options)
 
 
+def _smooth_cross_entropy(x: Tensor, *, target: Tensor, reduction: Any = "mean", **options: Any) -> Tensor:
+    loss = losses.TopKCrossEntropyLoss({1: 0.3, 2: 0.7}, label_smoothing=0.1, reduction=reduction)
+    return loss(x, target, **options)
+
+
 def _weighted_quantile(x: Tensor, **options: Any) -> Tensor:
     return khot.quantile(x, **options)
 
@@ -105,7 +110,7 @@ SOFT = [
     _case(khot.project_permutahedron, "w tau mask"),
     _case(khot.soft_count, "at tau mask", entries=False),
     _case(khot.inverse_soft_count, "count tau mask", entries=False, filled=True),
-    _case(_topk_values, "", entries=False, filled=True),
+    _case(_topk_values, "mask", entries=False, filled=True),
     _case(khot.k_support_negentropy, "k=one", entries=False, filled=True),
     _case(inclusion_probs, "k", smooth=False),
     _case(calibrate, "k"),
@@ -124,8 +129,9 @@ LOSSES = [
     _case(losses.hit_at_k_loss, "labels k=one tau mask"),
     _case(losses.size_penalty, "weight"),
     _case(_fenchel_young, "target k tau mask"),
-    _case(_cross_entropy, "label", filled=True),
-    _case(losses.permutation_cross_entropy, "target=order"),
+    _case(_cross_entropy, "label mask", filled=True),
+    _case(_smooth_cross_entropy, "target mask", filled=True),
+    _case(losses.permutation_cross_entropy, "target=order mask"),
 ]
 DRAWS = [
     _case(khot.sample_khot, "k mask"),
@@ -167,14 +173,20 @@ def _given(lengths: list[int], takes: tuple[str, ...]) -> dict[str, Tensor]:
         "targets": number(n, -1, 1),
         "relevance": torch.randint(0, 3, (n,), generator=g),
         "labels": torch.randint(0, 2, (n,), generator=g),
-        "target": torch.ones(n, dtype=torch.float64),
-        "order": torch.cat([torch.randperm(n, generator=g) for n in lengths] or [torch.ones(0).long()]),
+        "target": mask.double(),
+        "order": torch.cat([_order(part, g) for part in mask.split(lengths)] or [torch.ones(0).long()]),
         "label": torch.ones(rows, dtype=torch.int64),
         "weight": number(rows, 0, 1),
         "share": number(rows, 0.4, 0.8),
     }
     named = (name.partition("=") for name in takes)
     return {name: every[source or name] for name, _, source in named}
+
+
+def _order(mask: Tensor, generator: torch.Generator) -> Tensor:
+    """The entries under the mask in any order, and then the others."""
+    order = torch.randperm(len(mask), generator=generator)
+    return order[torch.argsort(~mask[order], stable=True)]
 
 
 def _loop(case: Case, x: Tensor, lengths: list[int], given: dict[str, Tensor], **more: Any) -> list[Tensor]:
@@ -235,7 +247,7 @@ def test_each_row_alone(case: Case, lengths: list[int]) -> None:
 
 
 # Those whose mean is over all rows, or all entries.
-MEANS = (losses.size_penalty, _fenchel_young, _cross_entropy, losses.permutation_cross_entropy)
+MEANS = (losses.size_penalty, _fenchel_young, _cross_entropy, _smooth_cross_entropy)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -254,6 +266,8 @@ def test_losses(case: Case, reduction: str) -> None:
         expected = rows.sum()
     elif case.function in MEANS:
         expected = rows.mean()
+    elif case.function is losses.permutation_cross_entropy:
+        expected = rows.sum() / given["mask"].sum()
     elif case.function is losses.log_rank_loss:
         counts = torch.where(given["mask"], given["relevance"], 0)
         expected = rows.sum() / counts.sum()
@@ -441,10 +455,10 @@ def test_nothing_is_selected_from_a_row_without_entries(call: Callable[..., Tens
 
 def test_no_rows() -> None:
     x, offsets = torch.empty(0), torch.tensor([0])
-    for call in (khot.soft_topk, khot.topk_mask, khot.soft_count):
-        assert call(x, 1, offsets=offsets).shape == (0,)
-    for call in (khot.soft_rank, khot.soft_median):
-        assert call(x, offsets=offsets).shape == (0,)
+    for param in SOFT:
+        (case,) = param.values
+        given = {name: 2 if name in ("k", "one") else value for name, value in _given([], case.takes).items()}
+        assert case.function(x, **given, offsets=offsets).numel() == 0
     assert losses.ndcg_loss(x, x, offsets=offsets) == 0
 
 

@@ -206,6 +206,23 @@ class _Layer(torch.nn.Module):
         return khot.topk(x, 3, largest=False)
 
 
+@pytest.mark.parametrize("largest", [True, False])
+def test_a_mask_leaves_entries_out(largest: bool) -> None:
+    x, mask = rows("normal", 5, 20), rows("ascending", 5, 20) > rows("normal", 5, 20)
+    mask[:, :3] = True
+    values, indices = khot.topk(x, 3, largest=largest, mask=mask)
+    for row, there, value, index in zip(x, mask, values, indices, strict=True):
+        places = there.nonzero().flatten()
+        expected = khot.topk(row[there], 3, largest=largest)
+        assert torch.equal(value, expected.values)
+        assert torch.equal(index, places[expected.indices])
+    mask[1, 2:] = False
+    with pytest.raises(ValueError, match=r"k must be at most .* got 3 for a row with 2"):
+        khot.topk(x, 3, mask=mask)
+    transposed = khot.topk(x.T, 2, 0, mask=mask.T)
+    assert torch.equal(transposed.values, khot.topk(x, 2, mask=mask).values.T)
+
+
 def test_exported_programs_are_saved() -> None:
     x = rows("ties", 4, 9).float()
     n = torch.export.Dim("n", min=4, max=100)

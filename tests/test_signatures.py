@@ -218,7 +218,7 @@ def test_every_function_that_draws_takes_a_generator() -> None:
 
 
 # The public operators that select along a row but have no mask. Only removals are welcome.
-WITHOUT_MASK = {"khot.linear_topk", "khot.topk"}
+WITHOUT_MASK = {"khot.linear_topk"}
 
 
 def test_operators_take_a_mask() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ def topk(
     largest: bool = True,
     sorted: bool = True,
     *,
+    mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> TopK:
     """The k largest entries of each row and their indices: ``torch.topk``, with ties at the lowest index.
@@ -59,6 +61,8 @@ def topk(
         largest: select the largest entries; if False, the smallest.
         sorted: return them in order, the largest (or smallest) first; if False, in any order, which saves
             time where k is large.
+        mask: bool, broadcastable to input; False excludes an entry. Then entries of −inf (with ``largest``;
+            otherwise of +inf) are excluded, too.
         offsets: of packed rows, as for :func:`khot.soft_topk`. Indices count from the first entry of a row.
 
     Returns:
@@ -70,7 +74,9 @@ def topk(
     A DTensor must have whole rows on every process.
 
     Raises:
-        ValueError: k is not in [0, n]; of a 0-dim input, k is not 1; a DTensor that is sharded along dim.
+        ValueError: k is not in [0, n]; of a 0-dim input, k is not 1; a row with fewer than k entries under
+            the mask (checked on the CPU in eager mode; elsewhere the values that it lacks are −inf, or +inf);
+            a DTensor that is sharded along dim.
         TypeError: input that is not a floating-point tensor, k that is not an int, a flag that is not a bool.
         IndexError: dim out of range.
 
@@ -79,14 +85,17 @@ def topk(
         >>> values, indices
         (tensor([3., 3., 2.]), tensor([1, 3, 2]))
     """
-    if not is_dynamo_compiling():
+    if mask is None and not is_dynamo_compiling():
         plain = eager.topk(input, k, dim, largest, sorted)
         if plain is not None:
             return TopK(*plain)
     arguments.check_flags(largest=largest, sorted=sorted)
-    x = arguments.rows(input, dim)
+    fill = -math.inf if largest else math.inf
+    x = arguments.rows(input, dim, mask, fill=fill)
     arguments.check_integer(k, "k", low=0 if input.dim() else 1, high=x.shape[-1])
     count = k if isinstance(k, torch.SymInt) else int(k)
+    if mask is not None:
+        arguments.check_enough(x != fill, "k", count)
     values, indices = largest_entries(x, count, largest, sorted)
     return TopK(arguments.unrows(values, input, dim), arguments.unrows(indices, input, dim))
 

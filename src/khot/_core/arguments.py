@@ -85,7 +85,9 @@ INTEGERS = frozenset(
 
 #: Tensors with one value for each entry of the input, and those that are the same for all rows. All others
 #: have one value, or several, for each row.
-OF_ENTRIES = frozenset({"cost", "labels", "mask", "q_logits", "relevance", "target", "targets", "weights"})
+OF_ENTRIES = frozenset(
+    {"cost", "labels", "mask", "q_logits", "relevance", "soft_label", "target", "targets", "weights"}
+)
 OF_ALL = frozenset({"q", "w"})
 
 
@@ -408,6 +410,17 @@ def check_values(
             bad = given.detach()[~inside][0].item()
             raise ValueError(f"{name} must {_domain(low, high, low_open, integer)}, but got {bad}")
     return value
+
+
+def check_enough(present: Tensor, name: str, number: int) -> None:
+    """Raise if a row has fewer entries than the number, if they can be read."""
+    if readable(present) and present.numel():
+        fewest = int(present.sum(-1).amin())
+        if fewest < number:
+            raise ValueError(
+                f"{name} must be at most the number of entries under the mask, but got {number} for a row "
+                f"with {fewest}"
+            )
 
 
 def plain(number: float) -> float:

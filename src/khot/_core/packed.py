@@ -23,6 +23,8 @@ __all__ = ["Results", "by_rows", "note_weights"]
 
 #: As many cells as a call of a function costs: of 3,000, 12,000 and 40,000 the best on most batches.
 CALL = 40_000
+#: The length of rows where there are none: no k for all rows is above it.
+ANY = 1 << 16
 
 
 class Results(NamedTuple):
@@ -215,7 +217,7 @@ def _plan(lengths: Tensor, offsets: Tensor, values: int, masked: bool) -> Plan:
     sizes, order = torch.sort(lengths, stable=True)
     kinds, counts = (each.tolist() for each in torch.unique_consecutive(sizes, return_counts=True))
     if not kinds:
-        return Plan([Group(0, 0, None)], order, None, None)
+        return Plan([Group(0, ANY, None)], order, None, None)
     if len(kinds) == 1 and (kinds[0] or not masked):
         return Plan([Group(counts[0], kinds[0], None)], order, None, None)
     device, groups, cells, low, last = lengths.device, [], [], 0, -1

@@ -60,7 +60,10 @@ class TopKCrossEntropyLoss(nn.Module):
         much each class counts, ≥ 0, as probabilities or as a k-hot vector of several labels. The loss is then
         Σ_c label_c L(x, c), also with label smoothing, and ``m`` must be None.
 
-        offsets: of packed rows, as for :func:`khot.soft_topk`, each with an int64 label.
+        mask: bool, broadcastable to input; False leaves a class out, as does a score of −inf then. The label
+        must be a class that is there, and each row must have k of these, or m.
+
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
         output: a number of the input's dtype; with ``reduction="none"`` the batch shape. It is
         computed from logarithms, and is finite however small the probability.
@@ -133,8 +136,13 @@ class TopKCrossEntropyLoss(nn.Module):
             f"k={k}, dim={self.dim}, tau={self.tau}, cdf={self.cdf!r}{options}, reduction={self.reduction!r}"
         )
 
-    def forward(self, input: Tensor, label: Tensor, *, offsets: Tensor | None = None) -> Tensor:
-        return _loss(input, label, self.dim, self.tau, self.reduction, self, offsets=offsets)
+    def forward(
+        self, input: Tensor, label: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
+        is_soft = isinstance(label, Tensor) and label.is_floating_point()
+        is_soft = is_soft and (label.dim() == input.dim() or arguments.is_nested(input))
+        hard, soft = (None, label) if is_soft else (label, None)
+        return _loss(input, hard, soft, self.dim, self.tau, self.reduction, self, mask=mask, offsets=offsets)
 
     def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
         """log y^(k) of the scores ``at`` (*batch, c) for each k: (*batch, c, number of ks)."""
@@ -151,20 +159,23 @@ class TopKCrossEntropyLoss(nn.Module):
 @by_rows(0, loss=True)
 def _loss(
     input: Tensor,
-    label: Tensor,
+    label: Tensor | None,
+    soft_label: Tensor | None,
     dim: int,
     tau: Scalar,
     reduction: Reduction,
     of: TopKCrossEntropyLoss,
+    mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
     """The loss ``of`` a module, with what it has for each row as arguments."""
-    x = arguments.rows(input, dim)
+    x = arguments.rows(input, dim, mask)
+    there = None if mask is None else x != -math.inf
     n = x.shape[-1]
     for name, size in (("k", max(of.k)), ("m", of.m)):
         if size is not None and size > n:
             raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
-    at, share, counted, x = _target(label, input, x, dim, of)
+    at, share, counted, x = _target(label, soft_label, input, x, there, dim, of)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     # the logarithm of each target's share in each selection, and the weight of this selection
     weights, logs = dict(of.k), []
@@ -189,13 +200,23 @@ def _loss(
 
 
 def _target(
-    label: Any, input: Tensor, x: Tensor, dim: int, of: TopKCrossEntropyLoss
+    label: Any,
+    soft_label: Tensor | None,
+    input: Tensor,
+    x: Tensor,
+    there: Tensor | None,
+    dim: int,
+    of: TopKCrossEntropyLoss,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """The scores of the classes that count, (*batch, c); how much each counts, None for one that counts
     whole; which rows count, None for all; and the scores that the loss looks at."""
-    if isinstance(label, Tensor) and label.is_floating_point() and label.dim() == input.dim():
-        _check_one_label(of, "label must be int64", label.dtype)
-        return *_of_all(x, _shares(label, input, dim), of.label_smoothing), None, x
+    if soft_label is not None:
+        _check_one_label(of, "label must be int64", soft_label.dtype)
+        share = _shares(soft_label, input, dim)
+        _check_classes(of, there)
+        if there is not None:
+            _check_named((share > 0) & ~there)
+        return *_of_all(x, share, there, of.label_smoothing), None, x
     arguments.check_index(label, "label", x)
     if label.shape != x.shape[:-1]:
         raise ValueError(
@@ -206,16 +227,30 @@ def _target(
     if not arguments.readable(ignored) or ignored.any():
         label = label.masked_fill(ignored, 0)
         x = x.masked_fill(ignored.unsqueeze(-1), 0)  # padding may be NaN, or have no class to select
+        there = None if there is None else there | ignored.unsqueeze(-1)
+    _check_classes(of, there)
     arguments.check_values(label, "label", low=0, high=x.shape[-1] - 1)
+    if there is not None:
+        _check_named(~there.gather(-1, label.unsqueeze(-1)))
     if of.label_smoothing:
         _check_one_label(of, "label_smoothing must be 0", of.label_smoothing)
         share = torch.zeros_like(x, dtype=wide_dtype(x.device)).scatter(-1, label.unsqueeze(-1), 1)
-        return *_of_all(x, share, of.label_smoothing), ~ignored, x
+        return *_of_all(x, share, there, of.label_smoothing), ~ignored, x
     at = x.gather(-1, label.unsqueeze(-1))
     if of.m is not None:
         others = topk(x.scatter(-1, label.unsqueeze(-1), -math.inf), of.m - 1).values
         x = torch.cat((at, others), -1)
     return widen(at), None, ~ignored, x
+
+
+def _check_classes(of: TopKCrossEntropyLoss, there: Tensor | None) -> None:
+    if there is not None:
+        arguments.check_enough(there, "k" if of.m is None else "m", of.m or max(of.k))
+
+
+def _check_named(excluded: Tensor) -> None:
+    if arguments.readable(excluded) and bool(excluded.any()):
+        raise ValueError("label must name classes under the mask, but got one that is left out")
 
 
 def _check_one_label(of: TopKCrossEntropyLoss, must: str, got: Any) -> None:
@@ -237,11 +272,14 @@ def _shares(label: Tensor, input: Tensor, dim: int) -> Tensor:
     return widen(label.detach().movedim(dim, -1) if label.dim() else label.detach().reshape(1))
 
 
-def _of_all(x: Tensor, share: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _of_all(x: Tensor, share: Tensor, there: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
     """The scores of all classes, and how much each counts after smoothing. A class that does not count may
     have a score of −inf."""
     if epsilon:
-        share = share + epsilon * (1 / share.shape[-1] - share)
+        classes = share.shape[-1] if there is None else there.sum(-1, keepdim=True)
+        share = share + epsilon * (1 / classes - share)
+    if there is not None:
+        share = torch.where(there, share, 0)
     return widen(x).masked_fill(share == 0, 0), share
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.packed import note_weights
 from khot._core.ways import by_rows
 from khot._ops.permutation import log_shares
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, reduce
+from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce
 
 __all__ = ["permutation_cross_entropy"]
 
@@ -26,6 +29,7 @@ def permutation_cross_entropy(
     tau: Scalar = 1.0,
     cdf: CDFName | CDF = "laplace",
     descending: bool = False,
+    mask: Tensor | None = None,
     reduction: Reduction = "mean",
     offsets: Tensor | None = None,
 ) -> Tensor:
@@ -39,21 +43,25 @@ def permutation_cross_entropy(
     Args:
         input: scores, of any floating-point dtype.
         target: int64, of the input's shape: which entry belongs in each place, as ``torch.argsort`` of the
-            true values gives it, in the same order (``descending`` or not).
+            true values gives it, in the same order (``descending`` or not). Places behind the last entry of a
+            masked row are not looked at.
         dim: the dimension that is sorted.
         tau, cdf, descending: as for :func:`khot.soft_permutation`.
+        mask: bool, broadcastable to input; False excludes an entry. Then scores of −inf (if ascending, +inf)
+            are excluded, too.
         reduction: ``"mean"`` over all places, ``"sum"``, or ``"none"``. As in PyTorch, the mean over no
             places is NaN.
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
-        A number of the input's dtype, ≥ 0; with ``"none"`` the loss of each place, of the input's shape.
+        A number of the input's dtype, ≥ 0; with ``"none"`` the loss of each place, of the input's shape, 0
+        behind the last entry of a masked row.
 
     The gradient in input and tau is exact, to any order and in either mode.
 
     Raises:
-        ValueError: an index in target that is not in [0, n), a target of another shape, an unknown reduction;
-            tau and cdf as for :func:`khot.soft_permutation`.
+        ValueError: an index in target that is not in [0, n), or of an entry under False; a target of another
+            shape, an unknown reduction; tau and cdf as for :func:`khot.soft_permutation`.
         TypeError: input that is not a floating-point tensor, target that is not an int64 one.
         IndexError: dim out of range.
 
@@ -66,22 +74,41 @@ def permutation_cross_entropy(
     """
     arguments.check_flags(descending=descending)
     F = cdfs.resolve(cdf)
-    x = arguments.rows(input, dim, largest=descending)
+    x = arguments.rows(input, dim, mask, largest=descending)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     check_reduction(reduction)
-    index = _order_rows(target, input, x, dim)
+    there = None if mask is None else x != -math.inf
+    index, counted = _order_rows(target, input, x, dim, there)
     loss = 0.0 - log_shares(x, index, tau, F)  # not −0
+    note_weights(torch.ones_like(loss) if counted is None else counted)
+    if counted is not None:
+        loss = torch.where(counted, loss, 0)
+        if reduction == "mean":
+            return loss.sum() / over_batch(counted.sum())
     if reduction == "none":
         return arguments.unrows(loss, input, dim)
     return reduce(loss, reduction)
 
 
-def _order_rows(target: Any, input: Tensor, x: Tensor, dim: int) -> Tensor:
-    """The target, checked, with dim last."""
+def _order_rows(
+    target: Any, input: Tensor, x: Tensor, dim: int, there: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The target, checked, with dim last; and which places count, None for all."""
     arguments.check_index(target, "target", input)
     if target.shape != input.shape:
         raise ValueError(
             f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
         )
-    arguments.check_values(target, "target", low=0, high=x.shape[-1] - 1)
-    return target.movedim(dim, -1) if target.dim() else target.reshape(1)
+    index = target.movedim(dim, -1) if target.dim() else target.reshape(1)
+    if there is None:
+        arguments.check_values(index, "target", low=0, high=x.shape[-1] - 1)
+        return index, None
+    counted = torch.arange(x.shape[-1], device=x.device) < there.sum(-1, keepdim=True)
+    index = torch.where(counted, index, 0)
+    arguments.check_values(index, "target", low=0, high=x.shape[-1] - 1)
+    excluded = counted & ~there.gather(-1, index)
+    if arguments.readable(excluded) and excluded.any():
+        raise ValueError(
+            f"target must name entries under the mask, but got {int(index[excluded][0])}, which is not"
+        )
+    return index, counted
