@@ -9,9 +9,11 @@ import pytest
 import scipy.sparse
 import torch
 from sklearn.datasets import load_iris, make_friedman1
+from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import GridSearchCV, cross_val_predict
 from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import scale
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from khot.sklearn import KHotSelector
@@ -37,8 +39,8 @@ DRAWN = {
 
 
 @parametrize_with_checks(
-    [KHotSelector(1, steps=3), KHotSelector(1, task="regression", steps=3)],
-    expected_failed_checks=lambda selector: DRAWN if selector.task == "classification" else {},
+    [KHotSelector(1, task=task, steps=3) for task in ("classification", "regression", "reconstruction")],
+    expected_failed_checks=lambda selector: {} if selector.task == "regression" else DRAWN,
 )
 def test_contract(estimator: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("khot.sklearn._forest.TREES", 3)  # the contract has hundreds of fits
@@ -68,11 +70,46 @@ def test_a_feature_that_counts_by_its_square_alone() -> None:
     assert selected(KHotSelector(5, task="regression", random_state=2), features, target) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
-def test_regression_of_any_scale(scale: float) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+def test_features_from_which_all_follow(sparse: bool) -> None:
+    """Of 60 noisy curves of six hidden numbers, one of each number, and one that tells its sign: the others
+    then follow with half the error that they have after the choice of a greedy linear method."""
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(600, 6))
+    curves: list[Any] = [
+        lambda z, other: np.sin(2 * z),
+        lambda z, other: z**2,
+        lambda z, other: z * other,
+        lambda z, other: z,
+    ]
+    columns = [curves[i // 6 % 4](hidden[:, i % 6], hidden[:, (i + 1) % 6]) for i in range(60)]
+    table = scale(np.stack(columns, 1) + 0.3 * rng.normal(size=(600, 60)))
+    given = scipy.sparse.csr_array(table) if sparse else table
+    selector = KHotSelector(6, task="reconstruction", random_state=0).fit(given)
+    chosen = selector.get_support(indices=True)
+    assert {*(chosen % 6)} == {*range(6)}
+    greedy, rest = [], table
+    for _ in range(6):  # the column on which the others' projections are largest
+        products = rest.T @ rest
+        best = int((np.square(products).sum(0) / products.diagonal().clip(1e-9)).argmax())
+        greedy.append(best)
+        rest = rest - np.outer(rest[:, best], products[best] / products[best, best])
+    errors = [
+        np.square(
+            table - cross_val_predict(KernelRidge(alpha=0.3, kernel="rbf", gamma=0.05), table[:, at], table)
+        ).mean()
+        for at in (chosen, greedy)
+    ]
+    assert errors[0] < 0.5 * errors[1]
+    with pytest.raises(ValueError, match="k must be given for a reconstruction"):
+        KHotSelector("auto", task="reconstruction").fit(table)
+
+
+@pytest.mark.parametrize("factor", [1e-200, 1.0, 1e200])
+def test_regression_of_any_scale(factor: float) -> None:
     selector = KHotSelector(2, task="regression", random_state=0)
-    assert selected(selector, X * scale, TARGET) == [2, 6]
-    assert selected(selector, X, np.stack([X[:, 2], scale * X[:, 6]], 1)) == [2, 6]
+    assert selected(selector, X * factor, TARGET) == [2, 6]
+    assert selected(selector, X, np.stack([X[:, 2], factor * X[:, 6]], 1)) == [2, 6]
 
 
 def test_labels_may_be_names() -> None:

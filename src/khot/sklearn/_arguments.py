@@ -15,13 +15,15 @@ from khot._core.names import unknown
 
 __all__ = ["Task", "check", "class_weights", "features", "labels", "number", "prices"]
 
-Task = Literal["classification", "regression"]
+Task = Literal["classification", "regression", "reconstruction"]
 
 
 def check(selector: Any) -> None:
     """Raise for an argument that is out of range whatever the data is."""
     if selector.task not in get_args(Task):
         raise unknown("task", selector.task, get_args(Task))
+    if selector.task == "reconstruction" and isinstance(selector.k, str) and selector.k == "auto":
+        raise ValueError('k must be given for a reconstruction, where every feature tells of itself: "auto"')
     steps = selector.steps
     if not isinstance(steps, numbers.Integral) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"steps must be an integer >= 1, but got {steps!r}")

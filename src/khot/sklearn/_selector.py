@@ -19,13 +19,13 @@ from khot.sklearn import _arguments as arguments
 from khot.sklearn._arguments import Task
 from khot.sklearn._forest import TREES, prior
 from khot.sklearn._size import smallest
-from khot.sklearn._table import Table, balanced, counted, drawn, one_hot, standardised
+from khot.sklearn._table import Table, balanced, components, counted, drawn, one_hot, standardised
 
 __all__ = ["KHotSelector"]
 
 
 class KHotSelector(SelectorMixin, BaseEstimator):
-    """Selects the k features from which a kernel machine predicts the target best.
+    """Selects the k features from which a kernel machine predicts the target, or all features, best.
 
     Gates, the weights of :func:`khot.soft_topk` or with a cost of :func:`khot.soft_budget`, stand before a
     kernel machine that is solved, not trained. Their logits start from the importances of a forest of 100
@@ -44,13 +44,14 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         k: how many features, from 1 to the number of features; or the share of them, in (0, 1), which is
             rounded down, to at least one; or ``"auto"``, which takes several times as long: the smallest
             number whose error in a cross-validation of five folds is within a standard error of the best,
-            with 64 as the largest, and 0 if all are constant. None with a cost. With groups, k is a number or
-            a share of these.
-        task: ``"classification"``, of the labels of one or several outputs, or ``"regression"``, of one or
-            several targets.
+            with 64 as the largest, and 0 if all are constant; not for a reconstruction. None with a cost. With
+            groups, k is a number or a share of these.
+        task: ``"classification"``, of the labels of one or several outputs; ``"regression"``, of one or
+            several targets; or ``"reconstruction"``, of all features from those that are selected.
         class_weight: how much an example of each class counts: ``"balanced"``, so that all classes count
             alike; None, so that all examples do; or a dict from labels to weights, for several outputs a list
-            of them, as usual in scikit-learn. The weights of several outputs multiply. A regression has none.
+            of them, as usual in scikit-learn. The weights of several outputs multiply. Other tasks
+            have none.
         groups: a label for each column, (n_features,): those of the same label are one feature, all or none
             of which are selected, as the columns of a one-hot code. None: each column by itself.
         cost: the price of each column, ≥ 0: an array (n_features,); or None, if all count the same. A group
@@ -118,30 +119,31 @@ class KHotSelector(SelectorMixin, BaseEstimator):
 
         Args:
             X: (examples, n_features), an array or a sparse matrix.
-            y: (examples,) or (examples, outputs): labels, or numbers for a regression.
+            y: (examples,) or (examples, outputs): labels, or numbers for a regression; for a reconstruction
+                it is ignored.
             sample_weight: how much each example counts, ≥ 0, (examples,); None: all alike.
         """
         arguments.check(self)
         if hasattr(self, "cv_results_"):  # of another fit
             del self.cv_results_
-        regression = self.task == "regression"
-        X, y = validate_data(
-            self,
-            X,
-            y,
-            accept_sparse="csr",
-            dtype=(np.float64, np.float32),
-            ensure_min_samples=2,
-            multi_output=True,
-            y_numeric=regression,
-        )
+        sort_of: dict[str, Any] = {
+            "accept_sparse": "csr",
+            "dtype": (np.float64, np.float32),
+            "ensure_min_samples": 2,
+        }
+        if self.task == "reconstruction":
+            X = validate_data(self, X, **sort_of)
+            y = np.zeros((X.shape[0], 1))
+        else:
+            numeric = self.task == "regression"
+            X, y = validate_data(self, X, y, multi_output=True, y_numeric=numeric, **sort_of)
         feature = arguments.features(self.groups, X.shape[1])
         priced = arguments.prices(self, feature)
         number = None if priced else arguments.number(self.k, int(feature.max()) + 1)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        if regression:
+        if self.task == "regression":
             y = y.reshape(len(y), -1).astype(np.float64)
-        else:
+        elif self.task == "classification":
             y = arguments.labels(y)
             weights = weights * arguments.class_weights(self.class_weight, y)
         if (weights == 0).any():
@@ -149,7 +151,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             if counts.sum() < 2:
                 raise ValueError("sample_weight and class_weight must be > 0 for two examples or more")
             X, y, weights = X[counts], y[counts], weights[counts]
-        if not regression:
+        if self.task == "classification":
             y = counted(y)
             if self.class_weight == "balanced":
                 weights = balanced(y, weights)
@@ -181,11 +183,14 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         price, size = (priced[0][live], priced[1]) if priced else (None, number)
         if (len(live) if price is None else price.sum()) > (1 if size is None else size):
             members = np.searchsorted(live, feature[varies])
-            regression = self.task == "regression"
-            targets = standardised_targets(y) if regression else one_hot(y)
-            table = Table(
-                columns, rows, coefficients, members, targets, weights, targets if regression else y
-            )
+            if self.task == "classification":
+                targets = one_hot(y)
+            elif self.task == "regression":
+                targets = y = standardised_targets(y)
+            else:
+                every = rows(torch.arange(len(weights))).numpy()
+                targets = y = components(every, seed)
+            table = Table(columns, rows, coefficients, members, targets, weights, y)
             logits, chosen = self._learn(table, price, size, seed, generator)
         short = logits[~chosen].max(initial=-math.inf) - logits[chosen].min(initial=math.inf)
         if short >= 0:
@@ -212,9 +217,8 @@ class KHotSelector(SelectorMixin, BaseEstimator):
     ) -> tuple[Any, Any]:
         """The learned logits of the features and which are selected."""
         n, columns = table.columns.shape
-        regression = self.task == "regression"
         if size is None:
-            size, mean, deviation = smallest(table, regression, self.steps, seed, generator, self._say)
+            size, mean, deviation = smallest(table, self.task, self.steps, seed, generator, self._say)
             self.cv_results_ = {
                 "k": np.arange(1, len(mean) + 1),
                 "mean_error": mean,
@@ -222,8 +226,9 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             }
             if size == len(np.unique(table.feature)):
                 return np.zeros(size), np.ones(size, bool)
-        self._say(f"{TREES} trees on {n} examples of {columns} features")
-        belief = prior(table, np.arange(n), regression, seed)
+        if self.task != "reconstruction":
+            self._say(f"{TREES} trees on {n} examples of {columns} features")
+        belief = prior(table, np.arange(n), self.task, seed)
         prices = None if price is None else torch.from_numpy(price)
         logits, mask = choose(
             table.data(), torch.from_numpy(belief).float(), prices, size, self.steps, generator, self._say
@@ -240,7 +245,7 @@ class KHotSelector(SelectorMixin, BaseEstimator):
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.target_tags.required = True
+        tags.target_tags.required = self.task != "reconstruction"
         tags.target_tags.multi_output = True
         tags.input_tags.sparse = True
         return tags

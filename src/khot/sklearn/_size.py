@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from khot._kernel_gates import path
+from khot.sklearn._arguments import Task
 from khot.sklearn._forest import prior
 from khot.sklearn._table import Table
 
@@ -21,7 +22,7 @@ LARGEST = 64
 
 def smallest(
     table: Table,
-    regression: bool,
+    task: Task,
     steps: int,
     seed: int,
     generator: torch.Generator,
@@ -41,7 +42,7 @@ def smallest(
     for at in range(folds):
         report(f"fold {at + 1} of {folds}, 1 to {largest} features")
         inside, outside = np.flatnonzero(fold != at), np.flatnonzero(fold == at)
-        belief = torch.from_numpy(prior(table, inside, regression, seed + at)).float()
+        belief = torch.from_numpy(prior(table, inside, task, seed + at)).float()
         others = table.data(outside)
         targets, weights = others.targets, others.weights / others.weights.sum()
         predictions = path(table.data(inside), others, belief, largest, steps, generator)

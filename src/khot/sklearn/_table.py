@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import sparse
+from sklearn.utils.extmath import randomized_svd
 from torch import Tensor
 
 from khot._kernel_machine import Data, draw, orthonormal
 
-__all__ = ["Table", "balanced", "counted", "drawn", "one_hot", "standardised"]
+__all__ = ["Table", "balanced", "components", "counted", "drawn", "one_hot", "standardised"]
 
 # Of more examples, this many are drawn, or fewer, so that a table has no more cells; not fewer than these.
 EXAMPLES, CELLS, FEWEST = 10_000, 20_000_000, 1_000
 # Columns that are standardised together.
 PART = 256
+# As many principal components as stand for all columns, where these are the targets.
+COMPONENTS = 64
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,14 @@ def balanced(y: Any, weights: Any) -> Any:
 def one_hot(y: Any) -> Any:
     """The classes (n, outputs), counted from 0, as columns of 0 and 1, those of one output after another."""
     return np.concatenate([np.eye(column.max() + 1)[column] for column in y.T], 1)
+
+
+def components(columns: Any, seed: int) -> Any:
+    """The first principal components of centred columns; (n, at most COMPONENTS).
+
+    Who predicts these, with the deviations that they have, predicts the columns."""
+    directions, deviations, _ = randomized_svd(columns, min(COMPONENTS, *columns.shape), random_state=seed)
+    return directions * deviations
 
 
 def standardised(X: Any) -> tuple[Any, Any, Callable[[Tensor], Tensor], Tensor]:
