@@ -22,7 +22,7 @@ class RankByCounts {
     const double n = n_, goal = rough_normal_quantile((rank_ + 0.5) / n);
     // a little beyond the rank, so that levels come to lie on both sides
     const double beyond = 6 / n / std::exp(-0.5 * goal * goal) * 2.5;
-    int at_low = n_, at_high = 0;
+    at_low_ = n_;
     double t = mean - deviation * goal, slope = deviation;
     for (int pass = 0; pass < 10; ++pass) {
       const float level = static_cast<float>(t);
@@ -30,17 +30,15 @@ class RankByCounts {
       const int count = count_from(level);
       const bool under = count > rank_;
       const double before = under ? static_cast<double>(high_) : static_cast<double>(low_);
-      const int at_before = under ? at_high : at_low;
-      (under ? low_ : high_) = level, (under ? at_low : at_high) = count;
-      above_high_ = at_high;
-      if (at_low - at_high <= kFew) return true;
+      const int at_before = under ? at_high_ : at_low_;
+      (under ? low_ : high_) = level, (under ? at_low_ : at_high_) = count;
+      if (at_low_ - at_high_ <= kFew) return true;
       const double own = rough_normal_quantile(std::min(std::max(count / n, 0.25 / n), 1 - 0.25 / n));
       if (std::fabs(before) < 1e30 && at_before > 0 && at_before < n_) {  // the slope between two levels
         slope = (t - before) / (rough_normal_quantile(at_before / n) - own);
       }
       t += slope * (own - goal + (under ? -beyond : beyond));
-      const bool bounded = low_ > -kInf<float> && high_ < kInf<float>;
-      if (pass > 4 && bounded) t = 0.5 * low_ + 0.5 * high_;
+      if (pass > 4 && bounded()) t = 0.5 * low_ + 0.5 * high_;
       if (!(t > low_ && t < high_)) {
         t = 0.5 * std::max<double>(low_, mean - 8 * deviation) +
             0.5 * std::min<double>(high_, mean + 8 * deviation);
@@ -48,6 +46,23 @@ class RankByCounts {
     }
     return false;
   }
+
+  // How many entries lie between the levels or within reach of them.
+  int within(double reach) const {
+    const float bottom = low_ - static_cast<float>(reach), top = high_ + static_cast<float>(reach);
+    IntF counts{};
+    vectors<float>(x_, n_, -kInf<float>, [&](VecF v, int, int) { counts -= (v >= bottom) & (v <= top); });
+    return total(counts);
+  }
+
+  // Where k entries are larger, if those between the levels lie evenly; NaN where the levels have no end.
+  double place(double k) const {
+    if (!bounded()) return kNan;
+    return high_ - (static_cast<double>(high_) - low_) * (k - at_high_) / (at_low_ - at_high_);
+  }
+
+  // The entries between the levels, per unit of a score.
+  double density() const { return (at_low_ - at_high_) / (static_cast<double>(high_) - low_); }
 
   // Keeps the entries between the levels and within reach of them, in room for n/2 and a vector; how many
   // they are, also where that is more.
@@ -78,7 +93,7 @@ class RankByCounts {
     vectors<float>(x_, n_, -kInf<float>, [&](VecF v, int, int) {
       size += compress(reinterpret_cast<int32_t*>(few) + size, (IntF)v, (v >= low_) & (v < high_));
     });
-    const int place = rank_ - above_high_;
+    const int place = rank_ - at_high_;
     if (place < 1 || place >= size || size > kFew) return false;
     store(few + size, splat(-kInf<float>));
     VecF least = splat(kInf<float>), next_least = least;
@@ -96,6 +111,8 @@ class RankByCounts {
  private:
   static constexpr int kFew = 48;
 
+  bool bounded() const { return low_ > -kInf<float> && high_ < kInf<float>; }
+
   static int total(IntF counts) {
     int result = 0;
     for (int i = 0; i < kWidth<float>; ++i) result += counts[i];
@@ -109,7 +126,7 @@ class RankByCounts {
   }
 
   const float* x_;
-  int n_, rank_, above_high_ = 0, above_ = 0;
+  int n_, rank_, at_low_ = 0, at_high_ = 0, above_ = 0;  // at: the entries from a level on
   float low_ = -kInf<float>, high_ = kInf<float>;
 };
 

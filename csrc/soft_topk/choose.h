@@ -21,13 +21,13 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
                  Threshold& t) {
   const bool log = spec.output == Output::kLog;
   auto in_float = [&] {
+    OrdinarySolver<C> solver(x, spec.n, tau, F, spec.inside);
     {
       const FlushSubnormals flush;
-      OrdinarySolver<C> solver(x, spec.n, tau, F, spec.inside);
       if (log ? solver.approach(k, goal, t, solver.kLastUnchecked) : solver.solve(k, goal, t, out))
         return true;
     }
-    return WideSolver<C>(x, spec.n, tau, F, spec.inside).solve(k, t, out, log);
+    return WideSolver<C>(x, spec.n, tau, F, spec.inside, solver.spread()).solve(k, t, out, log);
   };
   auto threshold_in_float = [&] {
     if constexpr (C::full_support) {

@@ -10,6 +10,10 @@
 
 namespace khot::KHOT_ISA {
 
+struct Spread {
+  double mean = kNan, variance = kNan;
+};
+
 template <class C>
 class OrdinarySolver : public RowPasses<C, Unit> {
   using Passes = RowPasses<C, Unit>;
@@ -21,6 +25,9 @@ class OrdinarySolver : public RowPasses<C, Unit> {
 
   OrdinarySolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
       : Passes({}, row, n, tau, F, inside) {}
+
+  // The mean and the variance of a row of finite entries, where they were computed; otherwise NaN.
+  Spread spread() const { return spread_; }
 
   // Returns whether the row was ordinary. Then t is the threshold, and out, unless it is null, holds y, whose
   // sum is as near to k as promised.
@@ -43,10 +50,11 @@ class OrdinarySolver : public RowPasses<C, Unit> {
   static constexpr double kLastUnchecked =
       C::full_support ? std::min(0.4 * C::last_step, 0.1) : std::min(C::last_step, 1e-4);
 
-  // The same from a guess. few is min(k, n - k) over the entries that may be selected.
-  KHOT_APART bool refine(double guess, double k, double few, Threshold& t, void* out) {
+  // The same from a guess. few is min(k, n - k) over the entries that may be selected; `decided` says that most
+  // of them are.
+  KHOT_APART bool refine(double guess, double k, double few, Threshold& t, void* out, bool decided = false) {
     few_ = few;
-    return search(guess, k, out == nullptr ? kLastUnchecked : C::last_step, false, t, out);
+    return search(guess, k, out == nullptr ? kLastUnchecked : C::last_step, false, t, out, decided);
   }
 
   // Writes y and returns whether its sum is as near to k as promised.
@@ -86,11 +94,12 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     return guess;
   }
 
-  bool search(double guess, double k, double last, bool reads_odds, Threshold& t, void* out) {
+  bool search(double guess, double k, double last, bool reads_odds, Threshold& t, void* out,
+              bool decided = false) {
     if (!(std::fabs(guess) < 1e30)) return false;
     k_ = k, last_ = last;
     // Where most y are near 1, their sums lack the digits of what is left to it. Tails have them.
-    const bool by_odds = few_ * 12 >= k;
+    const bool by_odds = few_ * 12 >= k && !decided;
     const bool stores = by_odds && Passes::kStores && out != nullptr && x_.dtype == Dtype::kFloat;
     Passes::start(guess, out, stores, reads_odds && by_odds);
     const Found<OrdinarySolver> found = find(*this);
@@ -121,7 +130,9 @@ class OrdinarySolver : public RowPasses<C, Unit> {
 
   double from_moments(Goal& goal) {
     double k = k_, count = static_cast<double>(n_), mean, variance;
-    if (!moments(mean, variance)) {
+    if (moments(mean, variance)) {
+      spread_ = {mean, variance};
+    } else {
       const Statistics stats = statistics<float>(x_, n_, inside_);
       k -= stats.pinned, count = stats.free;
       if (stats.nan || !(k > 0 && k < count)) return kNan;
@@ -187,6 +198,7 @@ class OrdinarySolver : public RowPasses<C, Unit> {
 
   double k_ = 0, few_ = 0;  // few_: min(k, n - k) over the entries that may be selected
   double last_ = 0, slope_ = 0;
+  Spread spread_;
   bool wide_ = false;
 };
 

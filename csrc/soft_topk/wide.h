@@ -19,7 +19,9 @@ struct Remainder {
   Row row;
   int64_t n = 0;
   double k, few;  // few is min(k, n - k) over the entries of the whole row that may be selected
-  Cut cut;
+  double guess;   // of the threshold, without the CDF's median
+  Cut cut;        // NaN where the entries of rank k and k + 1 were not asked for
+  double density = kNan;  // the entries about the threshold, per unit of a score, where they were counted
 };
 
 // What is left of a row within `reach` of the entries of rank k and k + 1.
@@ -38,17 +40,17 @@ KHOT_APART Remainder reduced(const Order& order, const Row& row, int64_t n, doub
   const I bottom = std::min(order.key_of(cut.next - reach), next) - 1;
   const I top = std::max(order.key_of(cut.last + reach), last) + 1;
   const int64_t above = order.at_least(scratch, n, top), size = order.at_least(scratch, n, bottom) - above;
-  const double few = std::min(k - pinned, selectable - k);
-  if (size > n / 4) return {row, n, k, few, cut};
+  const double few = std::min(k - pinned, selectable - k), guess = 0.5 * cut.last + 0.5 * cut.next;
+  if (size > n / 4) return {row, n, k, few, guess, cut};
   order.entries(scratch, n, bottom, top);
-  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, cut};
+  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, guess, cut};
 }
 
 template <class C>
 class WideSolver {
  public:
-  WideSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside)
-      : row_(row), n_(n), tau_(tau), F_(F), inside_(inside) {}
+  WideSolver(const Row& row, int64_t n, double tau, const C& F, const Parallel* inside, Spread spread)
+      : row_(row), n_(n), tau_(tau), F_(F), inside_(inside), spread_(spread) {}
 
   // Below so many tau, the last digit of one double is small enough for t.
   static constexpr double kSingle = 1e9;
@@ -56,10 +58,10 @@ class WideSolver {
   // Returns whether there is a threshold that float carries. Then out holds y, unless log y is wanted: that
   // is left to the caller.
   KHOT_APART bool solve(double k, Threshold& t, void* out, bool log) const {
-    // Beyond this distance from the two entries, F or 1 - F is less than 1e-14 k/n: t differs from them by at
+    // Beyond this distance from the two entries, F or 1 - F is less than 2e-9 k/n: t differs from them by at
     // most the quantile that belongs to 1/n, or to the distance of k from the nearest integer.
     const double rank = std::ceil(k), off = rank == k ? 1 : std::min(rank - k, k - (rank - 1));
-    const double far = 2 * std::log(static_cast<double>(n_) / off) + 32, reach = tau_ * C::tail_reach(far);
+    const double far = 2 * std::log(static_cast<double>(n_) / off) + 20, reach = tau_ * C::tail_reach(far);
     Remainder rest;
     if (!reduced_by_counts(k, reach, out, rest)) {
       with_order(row_.dtype, out,
@@ -67,15 +69,20 @@ class WideSolver {
     }
     if (rest.n == 0) return false;
     OrdinarySolver<C> whole(row_, n_, tau_, F_, inside_), part(rest.row, rest.n, tau_, F_, inside_);
-    const double guess = 0.5 * rest.cut.last + 0.5 * rest.cut.next - tau_ * F_.median;
+    const double guess = rest.guess - tau_ * F_.median;
     const bool all = rest.n == n_;
+    bool decided = false;
+    if constexpr (C::value_from_odds) decided = rest.density * tau_ * C::decided_ratio < k;
     bool found = false;
     if (std::fabs(guess) < kSingle * tau_) {
       const FlushSubnormals flush;
-      if (all && whole.refine(guess, k, rest.few, t, log ? nullptr : out)) return true;
+      if (all && whole.refine(guess, k, rest.few, t, log ? nullptr : out, decided)) return true;
       found = !(all && log) && part.refine(guess, rest.k, rest.few, t, nullptr);
     }
-    if (!found) t = CarefulSolver<C>(rest.row, rest.n, tau_, F_, inside_).solve(rest.k, &rest.cut);
+    if (!found) {
+      const Cut* const cut = rest.cut.last == rest.cut.last ? &rest.cut : nullptr;
+      t = CarefulSolver<C>(rest.row, rest.n, tau_, F_, inside_).solve(rest.k, cut);
+    }
     if (!(std::fabs(t.hi) < kHuge)) return false;
     const FlushSubnormals flush;
     return log || whole.write(t, k, rest.few, out);
@@ -87,20 +94,23 @@ class WideSolver {
     const double n = static_cast<double>(n_);
     const bool suits = row_.dtype == Dtype::kFloat && row_.step == 1 && n_ >= 64 && n_ <= 1 << 15;
     if (!suits || scratch == nullptr || !(k > 1 && k < n - 1)) return false;
-    double mean, variance;
-    if (!OrdinarySolver<C>(row_, n_, tau_, F_, inside_).moments(mean, variance)) return false;
     const int rank = static_cast<int>(std::ceil(k));
     RankByCounts around(static_cast<const float*>(row_.data), static_cast<int>(n_), rank);
+    if (!(spread_.variance >= 0) || !around.bracket(spread_.mean, std::sqrt(spread_.variance))) return false;
+    const double few = std::min(k, n - k), place = around.place(k);
+    if (std::fabs(place) < kInfinity && around.within(reach) > n_ / 4) {
+      rest = {row_, n_, k, few, place, {kNan, kNan}, around.density()};
+      return true;
+    }
     Cut cut;
-    if (!around.bracket(mean, std::sqrt(variance))) return false;
     const int kept = around.keep(reach, static_cast<float*>(scratch));
     if (!around.neighbours(cut.last, cut.next)) return false;
     if (rank > k) cut.next = cut.last;
-    const double few = std::min(k, n - k);
+    const double guess = 0.5 * cut.last + 0.5 * cut.next;
     if (kept > n_ / 4) {
-      rest = {row_, n_, k, few, cut};
+      rest = {row_, n_, k, few, guess, cut};
     } else {
-      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, cut};
+      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, guess, cut};
     }
     return true;
   }
@@ -110,6 +120,7 @@ class WideSolver {
   double tau_;
   C F_;
   const Parallel* inside_;
+  Spread spread_;
 };
 
 }  // namespace khot::KHOT_ISA
