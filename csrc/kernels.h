@@ -222,8 +222,8 @@ struct Kernels {
   // Adds the sums of the rows [begin, end).
   void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
   void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);
-  // Of so many entries those that may be selected, and -inf in the place of the others.
-  void (*selectable)(Dtype dtype, const void* x, const bool* mask, int64_t count, void* out);
+  // Of so many entries those under the mask, and `fill`, 0 or infinite, in the place of the others.
+  void (*masked)(Dtype dtype, const void* x, const bool* mask, int64_t count, double fill, void* out);
   // Copies `count` columns of n floats, of a matrix whose rows are `step` apart, to rows one behind the
   // other, or with `back` these to the columns. There has to be room for one more row.
   void (*turn)(float* matrix, int64_t step, int64_t n, int64_t count, float* rows, bool back);

@@ -548,6 +548,7 @@ def dispatched() -> list[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             backward = ops.reference_soft_count_backward.default
             cases.append(("reference-count-backward", backward, (grad, *count, "")))
         cases.append(("selectable", ops.selectable.default, (layout, 3.0)))
+        cases.append(("masked", ops.masked.default, (layout, layout > 0, -torch.inf)))
         none = torch.zeros((), dtype=torch.int64)
         given = (torch.zeros(65, N, dtype=torch.int64), layout, *layout.topk(3), none, none, layout[:, 0] > 0)
         cases.append(("count_distances", ops.count_distances.default, (*given, None, None, None)))

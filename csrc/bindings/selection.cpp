@@ -1,4 +1,4 @@
-// khot::topk, khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its backward for the
+// khot::masked, khot::topk, khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its backward for the
 // CPU: tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
 #include "bindings/selection.h"
 
@@ -21,6 +21,22 @@ std::tuple<Tensor, Tensor> topk(Tensor x, int64_t k, bool largest, bool sorted) 
   const LargestRows found(entries, results_in(values), indices.mutable_data_ptr<int64_t>(), k);
   topk_rows({shape.n, k, largest, sorted}, found, shape.rows);
   return {values, indices};
+}
+
+Tensor masked(Tensor x, Tensor mask, double fill) {
+  const Tensor entries = torch::stable::contiguous(x), flags = torch::stable::contiguous(mask);
+  const int64_t count = x.numel();
+  STD_TORCH_CHECK(flags.numel() == count, "khot: a mask must have a flag for each entry");
+  Tensor out = empty(x, sizes_of(x));
+  const Dtype dtype = to_dtype(x.scalar_type());
+  const int64_t bytes = size_of(dtype);
+  const char* const from = static_cast<const char*>(entries.const_data_ptr());
+  char* const to = static_cast<char*>(out.mutable_data_ptr());
+  torch::stable::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
+    kernels().masked(dtype, from + begin * bytes, flags.const_data_ptr<bool>() + begin, end - begin, fill,
+                     to + begin * bytes);
+  });
+  return out;
 }
 
 Tensor topk_mask(Tensor x, Tensor k) {
@@ -99,6 +115,7 @@ void topk_rows(const TopKSpec& spec, const TopKRows& rows, int64_t count) {
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("topk", TORCH_BOX(&khot::topk));
+  m.impl("masked", TORCH_BOX(&khot::masked));
   m.impl("topk_mask", TORCH_BOX(&khot::topk_mask));
   m.impl("order_statistics", TORCH_BOX(&khot::order_statistics));
   m.impl("soft_topk_magnitude", TORCH_BOX(&khot::soft_topk_magnitude));

@@ -41,9 +41,11 @@ class LaneBudgetBackward {
       F_.tails(position, x, w, n_, z_, y, f);
       vectors<float>(x, n_, 0.0f, [&](VecF score, int i, int lanes) {
         const VecF a = beside(w, i, lanes), v = beside(g, i, lanes), z = load(z_ + i), tail = load(y + i);
-        infinite |= ~(abs<float>(score) < kInf<float>);
-        store(y + i, z > median ? 1 - tail : tail);
-        const VecF af = a * load(f + i), fv = load(f + i) * v;
+        const IntF absent = score == -kInf<float>;
+        infinite |= ~(score < kInf<float>);
+        store(y + i, absent ? VecF{} : z > median ? 1 - tail : tail);
+        const VecF density = absent ? VecF{} : load(f + i), af = a * density, fv = density * v;
+        store(f + i, density);
         mass[j] += af * position.a(a);
         mean[j] += fv * position.a(a);
         moment[j] += af * z;

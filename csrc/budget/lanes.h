@@ -23,7 +23,8 @@ class BudgetTile : public LaneTile<Cost<kByValue>> {
 
   explicit BudgetTile(const BudgetSpec& spec) : Tile(spec.n) {}
 
-  // Costs are taken in units that make their mean about 1, a power of 2 for each row: a = w s.
+  // Costs are taken in units that make their mean about 1, a power of 2 for each row: a = w s. An entry that
+  // may not be selected costs nothing, and its score is so low that y is 0, but finite.
   KHOT_APART void read(const BudgetRows& rows, int64_t first) {
     gather([&](int j) { return rows.x(first + j); }, n_, rows_, x_);
     gather([&](int j) { return rows.cost(first + j); }, n_, rows_, a_);
@@ -32,9 +33,14 @@ class BudgetTile : public LaneTile<Cost<kByValue>> {
     ExactBlockSum total;
     IntF bad{};
     most_ = VecF{};
+    origin_ = splat(kAbsent);
     for (int i = 0; i < n_; ++i) {
-      const VecF x = *column(x_, i), w = *column(a_, i);
-      bad |= ~(abs<float>(x) < kInf<float>) | ~((w >= 0) & (w < kInf<float>));
+      VecF x = *column(x_, i), w = *column(a_, i);
+      bad |= ~(x < kInf<float>) | ~((w >= 0) & (w < kInf<float>));
+      const IntF absent = x == -kInf<float>;
+      *column(x_, i) = x = absent ? splat(kAbsent) : x;
+      *column(a_, i) = w = absent ? VecF{} : w;
+      origin_ = origin_ == kAbsent ? x : origin_;
       total.add(w, i);
       most_ = w > most_ ? w : most_;
     }
@@ -58,15 +64,18 @@ class BudgetTile : public LaneTile<Cost<kByValue>> {
     for (int i = 0; i < n_; ++i) *column(a_, i) *= unit_;
   }
 
+  static constexpr float kAbsent = -1e30f;
+
   VecF total_{}, odds_{}, unit_{},
       most_{};           // the sum of a, y/(1 - y) for a y that all share, s, and the largest u
+  VecF origin_{};        // a score of the row
   double given_[width];  // the budget
 };
 
 template <class C, bool kByValue>
 class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
   using Passes = LanePasses<C, BudgetTile<kByValue>>;
-  using Passes::most_, Passes::given_;
+  using Passes::most_, Passes::given_, Passes::origin_;
   using Passes::n_, Passes::goal_, Passes::goal_low_, Passes::tau_, Passes::scale_, Passes::hi_, Passes::lo_;
   using Passes::x_, Passes::y_, Passes::rows_, Passes::F_, Passes::total_, Passes::odds_, Passes::unit_;
 
@@ -137,7 +146,7 @@ class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
   // The threshold where a normal distribution with the moments of the row, and noise distributed as tau F,
   // has the share that the budget asks for. All in units of tau.
   void guess() {
-    const VecF origin = kByValue ? VecF{} : *column(x_, 0), scale = scale_;
+    const VecF origin = kByValue ? VecF{} : origin_, scale = scale_;
     VecF d{}, dd{};
     for (int i = 0; i < n_; ++i) {
       const VecF a = this->a(i), off = (*column(x_, i) - origin) * scale, b = a * off;

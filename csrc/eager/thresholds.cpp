@@ -92,6 +92,8 @@ void each_columns(const Tensor& x, int64_t dim, int64_t copies, Serve serve) {
   });
 }
 
+constexpr double kNever = -std::numeric_limits<double>::infinity();
+
 // The rows without the entries that may not be selected, contiguous.
 Tensor entries_of(const Tensor& x, const Problem& problem) {
   const Tensor dense = x.contiguous();
@@ -105,12 +107,12 @@ Tensor entries_of(const Tensor& x, const Problem& problem) {
   const Dtype dtype = *dtype_of(x);
   each_part(x.numel() / n, n, [&](int64_t begin, int64_t end) {
     if (!same) {
-      served->kernels.selectable(dtype, from + begin * bytes, mask + begin * n, (end - begin) * n,
-                                 to + begin * bytes);
+      served->kernels.masked(dtype, from + begin * bytes, mask + begin * n, (end - begin) * n, kNever,
+                             to + begin * bytes);
       return;
     }
     for (int64_t row = begin; row < end; ++row) {
-      served->kernels.selectable(dtype, from + row * bytes, mask, n, to + row * bytes);
+      served->kernels.masked(dtype, from + row * bytes, mask, n, kNever, to + row * bytes);
     }
   });
   return made;

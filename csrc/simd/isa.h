@@ -18,8 +18,8 @@
 #include "selection/largest.h"
 #include "selection/magnitude.h"
 #include "selection/mask.h"
+#include "selection/masked.h"
 #include "selection/order_statistics.h"
-#include "selection/selectable.h"
 #include "soft_topk/backward.h"
 #include "soft_topk/choose.h"
 
@@ -36,7 +36,7 @@ const Kernels& kernels() {
                                  shares,
                                  assign_rows,
                                  topk_mask,
-                                 selectable,
+                                 masked,
                                  turn,
                                  topk,
                                  order_statistics,

@@ -50,8 +50,8 @@ class OrdinarySolver : public RowPasses<C, Unit> {
   static constexpr double kLastUnchecked =
       C::full_support ? std::min(0.4 * C::last_step, 0.1) : std::min(C::last_step, 1e-4);
 
-  // The same from a guess. few is min(k, n - k) over the entries that may be selected; `decided` says that most
-  // of them are.
+  // The same from a guess. few is min(k, n - k) over the entries that may be selected; `decided` says that
+  // most of them are.
   KHOT_APART bool refine(double guess, double k, double few, Threshold& t, void* out, bool decided = false) {
     few_ = few;
     return search(guess, k, out == nullptr ? kLastUnchecked : C::last_step, false, t, out, decided);

@@ -110,14 +110,15 @@ def _magnitude(
 ) -> Tensor:
     """:func:`soft_topk_magnitude`."""
     row = rows.named(group)
-    if mask is None and rescale is False and row.here and isinstance(input, Tensor):
+    if rescale is False and row.here and isinstance(input, Tensor):
         # one operator, because |x|, the signs and their product would take longer than the kernel
         _check_p(p)
-        x = arguments.rows(input, dim)
+        x = arguments.rows(input, dim, mask, fill=0)  # an entry of 0 takes nothing from others
         count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), integer=True, by_value=True)
         scale = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
-        y = magnitude_with_signs(x, arguments.detached(count), scale, float(p))
-        return arguments.unrows(y, input, dim)
+        if mask is None or _enough(arguments.mask_rows(mask, input, dim), count):
+            y = magnitude_with_signs(x, arguments.detached(count), scale, float(p))
+            return arguments.unrows(y, input, dim)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         arguments.check_flags(rescale=rescale)
@@ -143,13 +144,20 @@ eager.PYTHON_WAY["soft_topk_magnitude"] = eager.PYTHON_WAY["sizes"] = (
 )
 
 
+def _enough(mask: Tensor, count: Tensor) -> bool:
+    """Whether it is known that each row has as many entries under the mask as are to be selected."""
+    if not (arguments.readable(mask) and arguments.readable(count)):
+        return False
+    return bool((mask.sum(-1, dtype=torch.int32) >= count).all())
+
+
 def _absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows' magnitudes, −inf where the mask is False, and their signs."""
     x = arguments.rows(input, dim)
     sign = torch.copysign(torch.ones_like(x), x.detach())  # unlike abs(), it has a nonzero slope at 0
     s = x * sign
     if mask is not None:
-        s = torch.where(arguments.mask_rows(mask, input, dim), s, -math.inf)
+        s = arguments.masked(s, arguments.mask_rows(mask, input, dim), -math.inf)
     return s, sign
 
 

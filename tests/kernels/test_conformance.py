@@ -477,6 +477,7 @@ ELSEWHERE = {
     "centred_places": "test_triton_ranking_losses.py",
     "counted_mean": "test_triton_ranking_losses.py",
     "count_distances": "test_count_distances.py",
+    "masked": "../test_masked.py",
 }
 
 # ---------------------------------------------------------------------------------------- the engines

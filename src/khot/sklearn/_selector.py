@@ -44,8 +44,8 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         k: how many features, from 1 to the number of features; or the share of them, in (0, 1), which is
             rounded down, to at least one; or ``"auto"``, which takes several times as long: the smallest
             number whose error in a cross-validation of five folds is within a standard error of the best,
-            with 64 as the largest, and 0 if all are constant; not for a reconstruction. None with a cost. With
-            groups, k is a number or a share of these.
+            with 64 as the largest, and 0 if all are constant; not for a reconstruction. None with a cost.
+            With groups, k is a number or a share of these.
         task: ``"classification"``, of the labels of one or several outputs; ``"regression"``, of one or
             several targets; or ``"reconstruction"``, of all features from those that are selected.
         class_weight: how much an example of each class counts: ``"balanced"``, so that all classes count

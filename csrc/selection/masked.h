@@ -1,0 +1,48 @@
+// The entries under a mask, and a number in the place of the others.
+#pragma once
+
+#include <cstring>
+
+#include "simd/vec.h"
+
+namespace khot::KHOT_ISA {
+
+typedef signed char Bytes __attribute__((vector_size(KHOT_VECTOR_BYTES / 4)));  // one for each lane of floats
+
+template <class I>
+KHOT_PASS void keep(const void* from, const bool* mask, int64_t count, I fill, void* to) {
+  const I* const x = static_cast<const I*>(from);
+  I* const out = static_cast<I*>(to);
+  int64_t i = 0;
+  if constexpr (sizeof(I) == 4) {
+    for (; i + kWidth<float> <= count; i += kWidth<float>) {
+      Bytes flags;
+      IntF v;
+      std::memcpy(&flags, mask + i, sizeof flags);
+      std::memcpy(&v, x + i, sizeof v);
+      v = __builtin_convertvector(flags, IntF) != 0 ? v : IntF{} + fill;
+      std::memcpy(out + i, &v, sizeof v);
+    }
+  }
+  for (; i < count; ++i) out[i] = mask[i] ? x[i] : fill;
+}
+
+// `fill` is 0 or infinite.
+inline void masked(Dtype dtype, const void* x, const bool* mask, int64_t count, double fill, void* out) {
+  // the bits of a dtype with a sign bit, whose infinity has these bits
+  auto bits = [fill](auto sign, auto infinite) {
+    return fill == 0 ? 0 : fill < 0 ? sign | infinite : infinite;
+  };
+  switch (dtype) {
+    case Dtype::kFloat:
+      return keep(x, mask, count, static_cast<int32_t>(bits(0x80000000u, 0x7f800000u)), out);
+    case Dtype::kDouble:
+      return keep(x, mask, count, static_cast<int64_t>(bits(uint64_t{1} << 63, uint64_t{0x7ff} << 52)), out);
+    case Dtype::kHalf:
+      return keep(x, mask, count, static_cast<int16_t>(bits(0x8000u, 0x7c00u)), out);
+    case Dtype::kBFloat16:
+      return keep(x, mask, count, static_cast<int16_t>(bits(0x8000u, 0x7f80u)), out);
+  }
+}
+
+}  // namespace khot::KHOT_ISA
