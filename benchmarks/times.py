@@ -125,7 +125,8 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
     """What the calls that models make cost beside torch.softmax of the same tensor.
 
     Float32 scores, normal, sd 1, by the logistic CDF at a temperature of 1, unless the row says otherwise.
-    Masks leave 70 % of the entries. Set KHOT_KERNELS=avx2 for the older instruction set.
+    Masks leave 70 % of the entries. Set KHOT_KERNELS=avx2 for the older instruction set. The second table has
+    other operators, over their own plain calls; a tenth of the costs, 0.05 to 1.05, is paid for.
     Each cell: forward / forward + backward.
     """
 
@@ -170,8 +171,33 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
             cells[name] = ratios(times, name, "unit")
         return cells
 
-    measured = {f"{rows} x {n}, k = {k}": columns(rows, n, k) for rows, n, k in shapes}
-    yield across("call", next(iter(measured.values())), measured)
+    def others(rows: int, n: int, k: int) -> dict[str, str]:
+        x, mask = normal(rows, n), torch.rand(rows, n, generator=generator(1)) < 0.7
+        mask[:, :k] = True
+        cost, target = torch.rand(rows, n, generator=generator(2)) + 0.05, torch.zeros(rows, n)
+        target[:, :k] = 1
+        operators: dict[str, Function] = {
+            "soft_budget": partial(khot.soft_budget, cost=cost, budget=0.1 * cost.sum(-1)),
+            "soft_topk_magnitude": partial(khot.soft_topk_magnitude, k=k),
+            "FenchelYoungTopKLoss": lambda x, tau=1.0, mask=None: khot.losses.FenchelYoungTopKLoss(
+                k, tau=tau
+            )(x, target, mask=mask),
+        }
+        cells = {}
+        for name, call in operators.items():
+            ways: dict[str, Function] = {f"tau = {tau:g}": partial(call, tau=tau) for tau in (0.03, 1e-3)}
+            times = run.both(
+                {
+                    how: (f, x)
+                    for how, f in {"plain": call, **ways, "masked": partial(call, mask=mask)}.items()
+                }
+            )
+            cells |= {f"{name}, {how}": ratios(times, how, "plain") for how in (*ways, "masked")}
+        return cells
+
+    for title, cells in (("call", columns), ("over the operator's own plain call", others)):
+        measured = {f"{rows} x {n}, k = {k}": cells(rows, n, k) for rows, n, k in shapes}
+        yield across(title, next(iter(measured.values())), measured)
 
 
 LENGTHS: dict[str, Callable[[torch.Generator], Tensor]] = {
