@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import khot
+import pages
 
 # these build the documentation, and need its dependencies
 collect_ignore_glob = ["docs/*.py", "docs/build/*"]
@@ -24,6 +25,7 @@ def example_names(doctest_namespace: dict[str, object]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    pages.read_pages()
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         import interpreting
 

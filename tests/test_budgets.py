@@ -471,7 +471,7 @@ def page_says(line: str) -> str:
     """What the line of this name in the section on top-p of docs/budgets.md computes."""
     page = (Path(__file__).parents[1] / "docs" / "budgets.md").read_text(encoding="utf-8")
     section = page.split("## Top-p")[1].split("\n## ")[0]
-    (found,) = re.findall(rf"^>>> {line} = (.*)$", section, re.MULTILINE)
+    (found,) = re.findall(rf"^{line} = (.*)$", section, re.MULTILINE)
     return str(found)
 
 

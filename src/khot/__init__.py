@@ -44,6 +44,16 @@ from khot.selection import topk as topk
 from khot.transport import sorted_soft_topk as sorted_soft_topk
 
 __version__ = _version()
+
+
+def __getattr__(name: str) -> object:
+    if name in ("lightning", "sklearn", "transformers"):
+        raise AttributeError(
+            f"khot.{name} is not imported with khot, because it needs another package: import khot.{name}"
+        )
+    raise AttributeError(f"module 'khot' has no attribute {name!r}")
+
+
 __all__ = [
     "baselines",
     "budget_mask",

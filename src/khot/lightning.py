@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning
-
 from khot import _callbacks
+
+try:
+    import lightning
+except ImportError as error:
+    raise ImportError(
+        "khot.lightning needs lightning >= 2.4: pip install '.[lightning]' in a checkout of khot"
+    ) from error
 
 __all__ = ["AnnealCallback", "BalancerCallback"]
 

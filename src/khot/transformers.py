@@ -10,12 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.utils.hub import cached_file
 
 from khot import _callbacks
 from khot._core.precision import without_autocast
 from khot.nn.balancer import QuantileBalancer
+
+try:
+    from transformers import (
+        PreTrainedModel,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.utils.hub import cached_file
+except ImportError as error:
+    raise ImportError(
+        "khot.transformers needs transformers >= 4.46: pip install '.[transformers]' in a checkout of khot"
+    ) from error
 
 __all__ = ["AnnealCallback", "BalancerCallback", "balance", "unbalance"]
 

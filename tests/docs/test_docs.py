@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import re
 import runpy
@@ -15,6 +16,7 @@ import khot
 import khot.lightning
 import khot.sklearn
 import khot.transformers
+import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -55,14 +57,19 @@ def test_a_blank_line_ends_each_table(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_python_blocks_are_doctests(page: Path) -> None:
-    # blocks with prompts run as doctests of the page; a block without prompts would not run
+def test_python_can_be_copied(page: Path) -> None:
+    """And is run: as doctests of the page, but for patterns of calls, "py", which are no programs."""
     text = page.read_text(encoding="utf-8")
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        # "py" marks a pattern of calls, which is not a program
-        assert language in ("python", "pycon", "py", "sh", "bibtex", "text", ""), f"what is ```{language}?"
-        if language in ("python", "pycon"):
-            assert block.startswith(">>> ") and block.endswith("\n\n"), block
+        assert language in ("python", "py", "sh", "bibtex", "text", ""), f"what is ```{language}?"
+        assert ">>> " not in block
+
+
+def test_results_on_pages_are_compared() -> None:
+    code = "x = 1\n# no\nx + 1\n# 2\nfor i in range(2):\n    print(i)\n# 0\n# 1\nint('a')\n# ValueError: a\n"
+    examples = doctest.DocTestParser().parse(f"Text\n\n```python\n{code}```\n", "page.md")
+    found = [each.exc_msg or each.want for each in examples if isinstance(each, doctest.Example)]
+    assert found == ["", "2\n", "0\n1\n", "ValueError: a\n"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -125,7 +132,7 @@ def test_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_pages_import_what_they_use(page: Path) -> None:
     """Although the tests' own names would do."""
-    code = re.findall(r"^ *>>> (.*)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    code = "".join(pages.blocks(page.read_text(encoding="utf-8"))).splitlines()
     used = {name for name in ("torch", "khot") if any(re.search(rf"\b{name}\.", line) for line in code)}
     imported = {name for line in code if "import" in line for name in re.findall(r"\w+", line)}
     assert used <= imported
