@@ -17,13 +17,14 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 from torch import Tensor
 
 import khot
 from khot.cdfs import CDF, Laplace, Logistic, Normal, Power, Uniform
 
 ROOT = Path(__file__).resolve().parents[1]
-BLUE, ORANGE, GREY, LIGHT = "#0b6e99", "#d9730d", "#6b6b6b", "#cccccc"
+BLUE, ORANGE, GREY, LIGHT, INK = "#1f8fc2", "#d9730d", "#7a7a7a", "#bbbbbb", "#7a7a7a"
 CDFS: dict[str, CDF] = {
     '"logistic"': Logistic(),
     '"laplace"': Laplace(),
@@ -53,7 +54,14 @@ def shown(figure: Figure) -> str:
 
 
 def save(figure: Figure, path: Path, dpi: int = 110) -> None:
-    figure.savefig(path, dpi=dpi, metadata={"Description": shown(figure)})
+    """Without a background, in colours that can be read on white and on dark pages."""
+    for text in figure.findobj(Text):
+        if text.get_color() == "black":
+            text.set_color(INK)
+    for ax in figure.axes:
+        ax.tick_params(color=INK, which="both")
+        ax.spines[:].set_color(INK)
+    figure.savefig(path, dpi=dpi, transparent=True, metadata={"Description": shown(figure)})
 
 
 def cdfs(out: Path) -> None:
@@ -400,7 +408,7 @@ def headline(out: Path) -> None:
         "khot.soft_topk": BLUE,
         "entmax.budget_bisect": ORANGE,
         "torch.topk": GREY,
-        "torch.softmax": "black",
+        "torch.softmax": LIGHT,
     }
     for ax, part in zip(axes, parts, strict=True):
         head, _, *lines = part.strip().splitlines()
@@ -420,103 +428,6 @@ def headline(out: Path) -> None:
     save(figure, out / "headline.png")
 
 
-def uses(out: Path) -> None:
-    """One measured result of each use that the README names; khot's own are blue."""
-    results, reports = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
-
-    def column(path: Path, place: int, names: dict[str, str]) -> dict[str, float]:
-        rows = table(path)
-        return {names[name]: float(rows[name][place].split()[0]) for name in names}
-
-    def across(path: Path, row: str, names: dict[str, str]) -> dict[str, float]:
-        head = re.findall(r"^\|(.+)\|$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
-        _, *heads = (cell.strip() for cell in head.split("|"))
-        return {name: column(path, heads.index(there), {row: name})[name] for there, name in names.items()}
-
-    chosen: dict[str, dict[str, float]] = {
-        "50 of 784 pixels to redraw a digit:\ntest loss": column(
-            reports / "feature-selection" / "report.md",
-            1,
-            {
-                "second order (πST2)": "khot, second order",
-                "straight-through (πST)": "khot, straight-through",
-                "SIMPLE": "SIMPLE",
-                "Xie & Ermon": "Xie & Ermon",
-                "NCPSS": "NCPSS",
-            },
-        ),
-        "autoencoder of a model's hidden layer:\nvariance unexplained, %": across(
-            results / "sae.md",
-            "hidden",
-            {
-                "khot": "khot",
-                "SAELens, at 1e-3, window 100": "SAELens, tuned",
-                "dictionary_learning, at 3e-3, warm-up 100": "dictionary_learning, tuned",
-                "dictionary_learning": "dictionary_learning",
-                "SAELens": "SAELens",
-            },
-        ),
-        "routers of 16 experts, three seeds:\ntokens at the wrong one, % (± 0.3 to 3)": column(
-            reports / "mixture" / "report.md",
-            0,
-            {
-                "token choice": "khot, soft token choice",
-                "hard + loss 0.01": "hard, with an even load",
-                "hard": "hard",
-                "balanced": "khot, balanced",
-                "expert choice": "khot, expert choice",
-            },
-        ),
-        "MNIST with 95 % of the weights at zero:\ntest error, % (2.14 with all of them)": column(
-            results / "pruning.md",
-            1,
-            {
-                "khot, by score": "khot, by learned scores",
-                "khot, in three parts": "khot, by magnitude",
-                "movement": "movement pruning",
-                "cuts": "ten cuts",
-                "one cut": "one cut",
-            },
-        ),
-        "lists of 20 to 200 synthetic documents:\n100 − NDCG@10": {
-            name: 100 - value
-            for name, value in column(
-                results / "rankers.md",
-                0,
-                {
-                    "log_rank_loss": "khot, log_rank_loss",
-                    "NeuralNDCG": "NeuralNDCG",
-                    "LambdaRank": "LambdaRank",
-                    "RankNet": "RankNet",
-                    "ListNet": "ListNet",
-                },
-            ).items()
-        },
-        "samples of 3 of 10:\nbias of a gradient (± 0.01 to 0.04)": column(
-            ROOT / "docs" / "estimators.md",
-            4,
-            {
-                "second_order": "khot, second_order",
-                "simple": "SIMPLE",
-                "ncpss": "NCPSS",
-                "sequential_softmax(tau=1.0)": "sequential softmax",
-                "imle(step=1.0)": "I-MLE",
-            },
-        ),
-    }
-    figure, axes = panels(10, 6, 3, 2)
-    for ax, (title, values) in zip(axes.flat, chosen.items(), strict=True):
-        colors = [BLUE if name.startswith("khot") else LIGHT for name in values]
-        drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.65)
-        ax.bar_label(drawn, [f"{value:.3g}" for value in values.values()], padding=3, fontsize=9)
-        ax.set_title(title, fontsize=10, loc="left")
-        ax.margins(x=0.15)
-        ax.set_xticks([])
-        ax.spines["bottom"].set_visible(False)
-        ax.invert_yaxis()
-    save(figure, out / "uses.png", dpi=95)
-
-
 def table(path: Path) -> dict[str, list[str]]:
     """The rows of the tables in a Markdown file, by their first cell; the first table comes first."""
     text = path.read_text(encoding="utf-8")
@@ -528,7 +439,6 @@ def table(path: Path) -> dict[str, list[str]]:
 FIGURES = (
     falling_tau,
     headline,
-    uses,
     cdfs,
     temperature,
     soft_count,

@@ -46,12 +46,14 @@ def _prompted(code: str) -> str:
         begin = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]) - 1
         end = statement.end_lineno or begin + 1
         found += lines[done:begin]
-        found += [f"{'...' if at else '>>>'} {line}" for at, line in enumerate(lines[begin:end])]
         done = end
         results = []
         while isinstance(statement, GIVES) and done < len(lines) and lines[done].startswith("#"):
             results.append(lines[done].removeprefix("#").removeprefix(" "))
             done += 1
+        if isinstance(statement, ast.Expr) and not results:
+            lines[begin] = f"_ = {lines[begin]}"  # what it gives is not shown
+        found += [f"{'...' if at else '>>>'} {line}" for at, line in enumerate(lines[begin:end])]
         if results and _RAISED.match(results[0]):
             results.insert(0, "Traceback (most recent call last):")
         found += [*results, ""]

@@ -138,7 +138,7 @@ def test_pages_import_what_they_use(page: Path) -> None:
     assert used <= imported
 
 
-@pytest.mark.parametrize("name", ["headline", "uses", "sae_parts"])
+@pytest.mark.parametrize("name", ["headline", "sae_parts"])
 def test_figures_of_tables_show_the_tables(name: str, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     script = runpy.run_path(str(DOCS / "figures.py"))
