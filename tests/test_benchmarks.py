@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import __main__ as listing
 from benchmarks import cpu, device, latency, operators, report, rivals, times, timing
 from benchmarks.operators import ELSEWHERE, OPERATORS
 from torch import Tensor
@@ -180,6 +181,12 @@ def test_results_go_on_where_they_stopped(tmp_path: Path) -> None:
     assert report.resume(path, setting) == results
     assert report.resume(path, {"processor": "another"})["cases"] == {}
     assert [p.name for p in path.parent.iterdir()] == ["cpu.json"]
+
+
+def test_all_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listing.main()
+    listed = {line.partition("  ")[0].strip() for line in capsys.readouterr().out.splitlines()}
+    assert {"cpu", "headline", "device", *(f"times {name}" for name in times.SUBJECTS)} <= listed
 
 
 def test_machine_names_what_figures_depend_on_and_no_host() -> None:

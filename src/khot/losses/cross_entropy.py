@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,9 @@ class TopKCrossEntropyLoss(nn.Module):
         is_soft = is_soft and (label.dim() == input.dim() or arguments.is_nested(input))
         hard, soft = (None, label) if is_soft else (label, None)
         return _loss(input, hard, soft, self.dim, self.tau, self.reduction, self, mask=mask, offsets=offsets)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
         """log y^(k) of the scores ``at`` (*batch, c) for each k: (*batch, c, number of ks)."""

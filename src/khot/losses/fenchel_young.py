@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -101,6 +102,9 @@ class FenchelYoungTopKLoss(nn.Module):
         return _loss(
             input, target, self.k, self.dim, self.tau, self.cdf, self.reduction, mask, offsets=offsets
         )
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 @by_rows(0, loss=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,9 @@ class Router(LeftSoft):
         load = selection.flatten(0, -2).sum(0) / tokens
         weights = in_dtype(weights, input.dtype)
         return Routing(weights, selection, load, evenness(load), missing.sum() / tokens)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _route(self, x: Tensor, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Selection and weights for scores (..., n, experts)."""

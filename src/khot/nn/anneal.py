@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +155,9 @@ class Anneal(nn.Module):
             )
         t = ((widen(self.taken) - self.wait) / (self.steps - self.wait)).clamp(0, 1)
         return SCHEDULES[self.schedule](self.start, self.end, t)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

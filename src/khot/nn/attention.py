@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -398,6 +398,9 @@ class TopKAttention(LeftSoft, nn.MultiheadAttention):
         elif not self.batch_first:
             output = output.transpose(0, 1)
         return output, weights
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _check(
         self,

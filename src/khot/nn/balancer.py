@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -186,6 +186,9 @@ class QuantileBalancer(Biased):
         with torch.no_grad():
             best = self._choose(scores, mask, observes)
         return best[..., : self.k]
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _of_rows(self, scores: Tensor, valid: Tensor | None) -> Tensor:
         """The forward pass of this process's part of a DTensor, with a mask that has one value per row."""

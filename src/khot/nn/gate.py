@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,9 @@ class KHotGate(LeftSoft):
             tau = None if self.tau is None else current(self.tau)
             sample = self._sample(logits.expand(input.shape), self._size(), tau)
         return input * in_dtype(sample, input.dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _gated(self, input: Tensor) -> Tensor:
         """What :func:`khot.estimators.straight_through` gives of the logits for each example, with the

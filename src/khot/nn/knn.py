@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +142,9 @@ class SoftKNN(LeftSoft):
         votes = A.new_zeros(*A.shape[:-1], self.num_classes)
         votes = votes.scatter_add(-1, label.expand(A.shape), A)
         return (votes / A.sum(-1, keepdim=True)).to(query.dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def loss(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -114,6 +116,9 @@ class SoftTopK(LeftSoft):
         else:
             y = masks.topk_mask(x, k)
         return arguments.unrows(y, input, self.dim)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _cure(self) -> str:
         return f"{super()._cure()}, or set hard=True"

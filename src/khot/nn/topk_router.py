@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -230,6 +230,9 @@ class TopKRouter(nn.Module):
         load = in_dtype(count, wide) / tokens
         weights = in_dtype(weights, input.dtype)
         return TopKRouting(weights, indices, logits, load, evenness(load), dropped, sizes.sum() / tokens)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _others(self, k: Tensor, input: Tensor) -> Tensor:
         """Which of the places of each token, best first, are beyond its own k, (..., n, k)."""

@@ -91,6 +91,8 @@ class KHotSelector(SelectorMixin, BaseEstimator):
         (150, 2)
     """
 
+    task: Task
+
     def __init__(
         self,
         k: int | float | str | None,
