@@ -464,6 +464,30 @@ def test_short_rows_in_groups(by: str, dtype: torch.dtype, n: int, cdf: Any) -> 
         assert bool((error <= (2e-5 + 2 * torch.finfo(dtype).eps) * size)[rows].all())
 
 
+@every_cdf
+@pytest.mark.parametrize("tau", [0.03, 1e-3, 1e-5])
+@pytest.mark.parametrize("kind", ["normal", "ties", "heavy costs", "free entries", "left out"])
+def test_long_rows_of_decided_costs(kind: str, tau: float, cdf: Any) -> None:
+    """The entries near the threshold are solved by themselves; as in float64, which solves whole rows."""
+    g = torch.Generator().manual_seed(0)
+    x, cost = torch.randn(4, 1000, generator=g), torch.rand(4, 1000, generator=g) + 0.05
+    if kind == "ties":
+        x = (4 * x).round() / 4
+    elif kind == "heavy costs":
+        cost = (3 * torch.randn(4, 1000, generator=g)).exp()
+    elif kind == "free entries":
+        cost[:, ::3] = 0
+    elif kind == "left out":
+        x[:, ::3] = -INF
+    budget = torch.tensor([0.003, 0.1, 0.5, 0.9]) * torch.where(x == -INF, 0, cost).sum(-1)
+    y = khot.soft_budget(x, cost, budget, tau=tau, cdf=cdf).double()
+    wide = [v.double() for v in (x, cost, budget)]
+    expected = khot.soft_budget(*wide, tau=tau, cdf=cdf)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)
+    spent = (torch.where(x == -INF, 0, wide[1]) * y).sum(-1)
+    assert bool(((spent - wide[2]).abs() <= 1e-6 * wide[2]).all())
+
+
 # -------------------------------------------------------------------------------------------- top-p
 
 

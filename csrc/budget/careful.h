@@ -21,7 +21,8 @@ class CarefulBudget {
   CarefulBudget(const BudgetSpec& spec, const BlockCdf& F, const Row& x, const Row& cost, double tau)
       : spec_(spec), F_(F), x_(x), cost_(cost), tau_(tau) {}
 
-  KHOT_APART Threshold solve(double budget) {
+  // From a guess of the threshold, if there is one.
+  KHOT_APART Threshold solve(double budget, double guess = kNan) {
     if (!(tau_ > 0 && tau_ < kInfinity)) return {kNan, kNan};
     const Costs costs = add_up();
     const double slack = spec_.slack * (costs.free.value() + costs.pinned.value());
@@ -37,7 +38,7 @@ class CarefulBudget {
     // what is left of the costs to rounding is not a share that could be spent
     if (rest_ <= 16 * 0x1p-52 * costs.free.value()) return {-kHuge, -kHuge};
     if (left_.value() <= 0) return {kHuge, kHuge};
-    return newton();
+    return newton(guess);
   }
 
  private:
@@ -356,10 +357,13 @@ class CarefulBudget {
     return false;
   }
 
-  Threshold newton() const {
+  Threshold newton(double guess) const {
     Between root = ends();
-    const Range centres = levels(F_.median, 0);
-    Threshold t{histogram_search({held(centres.low), held(centres.high)}), 0};
+    Threshold t{guess, 0};
+    if (!std::isfinite(guess)) {
+      const Range centres = levels(F_.median, 0);
+      t.hi = histogram_search({held(centres.low), held(centres.high)});
+    }
     if (!root.has(t)) t = between(root.low, root.high);
     Threshold best = t;
     double best_miss = kInfinity, before = kNan;

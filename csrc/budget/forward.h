@@ -5,6 +5,7 @@
 
 #include "budget/careful.h"
 #include "budget/lanes.h"
+#include "budget/near.h"
 #include "budget/ordinary.h"
 #include "soft_topk/apply.h"
 
@@ -47,6 +48,10 @@ void budget_row(const BudgetSpec& spec, const C& F, const BlockCdf& careful, con
     const FlushSubnormals flush;
     OrdinaryBudget<C, kByValue> ordinary(x, cost, spec.n, tau, F, spec.inside);
     if (ordinary.solve(budget, spec.at_most, goal, t, out)) return;
+  }
+  if constexpr (!kByValue) {
+    if (float_carries(spec, F, x.dtype, tau) && solve_near(spec, F, careful, x, cost, budget, tau, out, t))
+      return;
   }
   t = CarefulBudget(spec, careful, x, cost, tau).solve(budget);
   apply_budget(spec, careful, x, cost, t, tau, out);

@@ -108,6 +108,13 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
     return !at_most || t.hi + t.lo > 0;
   }
 
+  // Writes y at t, and returns whether it spends the budget.
+  bool put(Threshold t, double budget, void* out) {
+    budget_ = budget;
+    Passes::start(t.hi, out, false, false);
+    return std::fabs(missing(Passes::write(t))) <= 4e-7 * budget;
+  }
+
   // The step in t/tau. A row that is not ordinary is no longer good.
   double step(const CostRowSums& s) {
     const double spent = s.m + s.C, miss = missing(spent);

@@ -1,0 +1,147 @@
+// The soft budget by score where most costs are decided. Sums of costs at a few levels lead to the entries
+// about the threshold; the careful solver finds it from these alone.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "budget/careful.h"
+#include "budget/ordinary.h"
+
+namespace khot::KHOT_ISA {
+
+class EntriesNearBudget {
+ public:
+  EntriesNearBudget(const float* x, const float* cost, int n) : x_(x), cost_(cost), n_(n) {}
+
+  // Finds two levels, at which the entries from there on cost more and less than the budget, with few entries
+  // or less than tau between them; false where a row has none, or an entry does not suit.
+  KHOT_APART bool bracket(double budget, double tau) {
+    VecF least = splat(kInf<float>), most = -least;
+    IntF bad{}, there{};
+    LongSum total;
+    vectors<float>(
+        x_, n_, -kInf<float>,
+        [&](VecF v, int i, int lanes) {
+          const VecF w = beside(cost_, i, lanes);
+          const IntF selectable = v > -kInf<float>;
+          bad |= ~(v < kInf<float>) | (selectable & ~((w >= 0) & (w < kInf<float>)));
+          there -= selectable;
+          total.add(selectable ? w : VecF{});
+          least = selectable & (v < least) ? v : least;
+          most = v > most ? v : most;
+        },
+        [&] { total.flush(); });
+    all_ = at_low_ = sum<double>(total.total), at_high_ = 0;
+    if (any(bad) || !(budget > 0 && budget < all_)) return false;
+    low_ = minimum<float>(least);
+    high_ = std::nextafter(maximum<float>(most), std::numeric_limits<float>::infinity());
+    int from_low = 0, from_high = 0;
+    for (int j = 0; j < kWidth<float>; ++j) from_low += there[j];
+    bool halve = false;
+    for (int pass = 0; pass < 24; ++pass) {
+      const double width = static_cast<double>(high_) - low_;
+      if (from_low - from_high <= kFew || width <= tau) break;
+      const double line = (at_low_ - budget) / (at_low_ - at_high_);
+      const double share = halve ? 0.5 : std::min(std::max(line, 0.05), 0.95);
+      const float level = static_cast<float>(low_ + share * width);
+      if (!(level > low_ && level < high_)) break;
+      int count;
+      const double spent = spent_from(level, count);
+      if (spent > budget) {
+        low_ = level, at_low_ = spent, from_low = count;
+      } else {
+        high_ = level, at_high_ = spent, from_high = count;
+      }
+      halve = static_cast<double>(high_) - low_ > 0.5 * width;
+    }
+    return true;
+  }
+
+  // Keeps the entries whose y is not 0 or 1 for certain: reach(a) says from where on, in tau, F or 1 - F is
+  // e^-a or less. False where they are many.
+  template <class Reach>
+  bool keep(double budget, double tau, Reach reach) {
+    const double rounding = 1e-6 * all_, over = at_low_ - budget - rounding,
+                 under = budget - at_high_ - rounding;
+    if (!(over > 0 && under > 0)) return false;
+    // at the ends of this range, what is spent is on the other side of the budget
+    least_ = low_ - tau * (reach(std::log(all_ / over)) + 1);
+    most_ = high_ + tau * (reach(std::log(all_ / under)) + 1);
+    const double far = tau * (reach(std::log(all_ / std::min(budget, all_ - budget)) + 22) + 1);
+    return kept(static_cast<float>(least_ - far), static_cast<float>(most_ + far));
+  }
+
+  // What is left of the budget for the entries that were kept; and whether t is where it can be.
+  double left(double budget) const { return budget - above_; }
+  bool holds(double t) const { return t >= least_ && t <= most_; }
+  double middle() const { return 0.5 * low_ + 0.5 * high_; }
+  Row x() const { return {xs_, Dtype::kFloat, 1}; }
+  Row cost() const { return {costs_, Dtype::kFloat, 1}; }
+  int size() const { return size_; }
+
+ private:
+  static constexpr int kFew = 4, kMost = 4096;
+
+  KHOT_APART double spent_from(float level, int& count) const {
+    IntF counts{};
+    LongSum spent;
+    vectors<float>(
+        x_, n_, -kInf<float>,
+        [&](VecF v, int i, int lanes) {
+          const IntF in = v >= level;
+          counts -= in;
+          spent.add(in ? beside(cost_, i, lanes) : VecF{});
+        },
+        [&] { spent.flush(); });
+    count = 0;
+    for (int j = 0; j < kWidth<float>; ++j) count += counts[j];
+    return sum<double>(spent.total);
+  }
+
+  KHOT_APART bool kept(float bottom, float top) {
+    const int most = std::min(n_ / 2, kMost);
+    VecD above{};
+    int size = 0;
+    vectors<float>(x_, n_, -kInf<float>, [&](VecF v, int i, int lanes) {
+      const VecF w = beside(cost_, i, lanes);
+      const IntF over = v > top, in = (v >= bottom) & ~over;
+      VecD half[2];
+      halves(over ? w : VecF{}, half[0], half[1]);
+      above += half[0] + half[1];
+      const int to = std::min(size, most);
+      compress(reinterpret_cast<int32_t*>(xs_) + to, (IntF)v, in);
+      size += compress(reinterpret_cast<int32_t*>(costs_) + to, (IntF)w, in);
+    });
+    above_ = sum<double>(above), size_ = size;
+    return size > 0 && size <= most;
+  }
+
+  const float *x_, *cost_;
+  int n_, size_ = 0;
+  float low_ = 0, high_ = 0;
+  double all_ = 0, at_low_ = 0, at_high_ = 0, least_ = 0, most_ = 0, above_ = 0;
+  alignas(KHOT_VECTOR_BYTES) float xs_[kMost + kWidth<float>], costs_[kMost + kWidth<float>];
+};
+
+// Returns whether there is a threshold t; then out holds y.
+template <class C>
+KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& careful, const Row& x,
+                           const Row& cost, double budget, double tau, void* out, Threshold& t) {
+  auto plain = [](const Row& row) { return row.dtype == Dtype::kFloat && row.step == 1; };
+  if (spec.at_most || !plain(x) || !plain(cost) || spec.n < 16 || spec.n > 1 << 20) return false;
+  EntriesNearBudget near(static_cast<const float*>(x.data), static_cast<const float*>(cost.data),
+                         static_cast<int>(spec.n));
+  if (!near.bracket(budget, tau) || !near.keep(budget, tau, [](double a) { return C::tail_reach(a); }))
+    return false;
+  BudgetSpec part = spec;
+  part.n = near.size(), part.inside = nullptr;
+  t = CarefulBudget(part, careful, near.x(), near.cost(), tau)
+          .solve(near.left(budget), near.middle() - tau * F.median);
+  if (!near.holds(t.hi)) return false;
+  const FlushSubnormals flush;
+  return OrdinaryBudget<C, false>(x, cost, spec.n, tau, F, spec.inside).put(t, budget, out);
+}
+
+}  // namespace khot::KHOT_ISA
