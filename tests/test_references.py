@@ -131,9 +131,9 @@ def rooms(folder: Path) -> set[str]:
 
 
 def test_the_maps_name_every_room() -> None:
-    """CONTRIBUTING.md the package's and the checkout's, and csrc/README.md those of the CPU kernels."""
-    house = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    house = house.split("## How the house is laid out")[1].split("\n## ")[0]
+    """docs/architecture.md the package's and the checkout's, and csrc/README.md those of the CPU kernels."""
+    house = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    house = house.split("## Places")[1].split("\n## ")[0]
     kernels = (ROOT / "csrc" / "README.md").read_text(encoding="utf-8").split("\n## ")[1]
     top = {room for room in rooms(ROOT) if room.endswith("/")} - {"src/"}
 

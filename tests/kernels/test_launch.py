@@ -85,7 +85,8 @@ def test_a_call_builds_seldom_and_enters_few_functions() -> None:
     assert rows == 2 and lengths <= 6
     assert entered <= 62 and entered_with_gradient <= 71
     assert eager._extension() is None or max(plain) <= 4
-    drawn = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("function by function")[2]
+    walks = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = walks.partition("function by function")[2]
     lines = drawn.partition("```text\n")[2].partition("```")[0].splitlines()
     for begin, stack in zip((0, 65), json.loads(stacks), strict=True):
         way = [re.match(r"(?:\w+\.)?(\w+ \(.*?\.py)\)", line[begin:]) for line in lines]
