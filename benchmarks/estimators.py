@@ -1,4 +1,5 @@
-"""Bias and variance of the gradient estimators: `python -m benchmarks.estimators > docs/estimators.md`.
+"""Bias and variance of the gradient estimators: `python -m benchmarks.estimators`, written to
+benchmarks/results/estimators.md.
 
 Compares their gradients of E f(x), from one sample each, with the exact gradient for the distribution
 that they draw from, which is computed by enumeration of all k-hot vectors. Nothing is reported if the

@@ -1,7 +1,7 @@
 """Draws the figures of the documentation: `make figures`, or `python docs/figures.py FOLDER`.
 
 All is computed here, but for times and for what was trained: these are read from the committed tables in
-benchmarks/results, docs/results and docs/estimators.md.
+benchmarks/results and docs/results.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def bars(ax: Axes, names: Sequence[str], values: Sequence[float], label: str) ->
 
 
 def estimators(out: Path) -> None:
-    rows = table(ROOT / "docs" / "estimators.md")
+    rows = table(ROOT / "benchmarks" / "results" / "estimators.md")
     names = list(rows)
     places = range(len(names))
     figure, axes = panels(10, 4.2, 1, 2, sharey=True)
