@@ -267,19 +267,19 @@ PERFORMANCE: list[tuple[str, Figures]] = [
     ),
 ]
 COMPARISON: list[tuple[str, Figures]] = [
-    ("64 to 6 million scores per row | {} to {} | `python -m benchmarks.cpu`", lambda: beside("entmax")),
+    ("`budget_bisect` | 64 to 6 million scores per row | {} to {} | `cpu.md`", lambda: beside("entmax")),
     ("written anew, not the package | the same | {} to {} |", lambda: beside("sorted laplace")),
     ("the fastest that we measured | the same | {} to {} |", lambda: beside("rescaled sigmoid")),
-    ("100 x 1,000 and 16 x 100,000 | {} to {} |", permutahedron),
+    ("torchsort's `soft_rank` and `soft_sort` take {} to {} times as long", permutahedron),
     (
-        "`khot.sigmoid_topk` takes {} to {} times as long",
+        "`khot.soft_topk` takes {} to {} times as long as `torch.softmax`",
         lambda: ends(part(rows("cpu.md", "What people run")["sigmoid_topk"], 1)),
     ),
     (
-        "one `soft_rank` of the row | `khot.sigmoid_topk`, 64 to 6 million scores per row | {} to {} |",
+        "one `soft_rank` of the row | the same | {} to {} |",
         lambda: beside("torchsort"),
     ),
-    ("the only shape that fits its n x n matrices | the same | {} |", lambda: beside("difftopk")[:1]),
+    ("the only one that fits its n x n matrices | {} |", lambda: beside("difftopk")[:1]),
     ("(64, 64) to (128, 1,000) | {} to {} |", lambda: ends(packages("softtorch, softsort"))),
     (
         "softtorch's default method, NeuralSort | the same | {} to {} |",
@@ -289,7 +289,7 @@ COMPARISON: list[tuple[str, Figures]] = [
         "On an H100, entmax takes {} to {} softmaxes where `khot.soft_topk` takes {} to {}",
         lambda: ends(headline(1)["entmax.budget_bisect"]) + ends(headline(1)["khot.soft_topk"]),
     ),
-    ("the only shape that the table has | the same | {} |", lambda: packages("softtorch, ot")),
+    ("the only one that fits | {} |", lambda: packages("softtorch, ot")),
 ]
 BUDGETS: list[tuple[str, Figures]] = [
     (
