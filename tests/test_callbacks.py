@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,19 @@ def test_lightning_updates_balancers_and_logs(tmp_path: Path) -> None:
     share = net.balancer.load / 2.0
     assert trainer.logged_metrics["violation"] == share.max() - 1
     assert trainer.logged_metrics["least_load"] == share.min()
+
+
+RECIPES = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+PROGRAMS = re.findall(r"```py\n(.*?)```", RECIPES.split("## Lightning and Transformers")[1], re.DOTALL)
+
+
+# what a machine has or has not, of which the trainers tell
+@pytest.mark.filterwarnings("ignore:.*(GPU|pin_memory|num_workers|LeafSpec|logging interval|tensorboardX)")
+@pytest.mark.parametrize("program", PROGRAMS, ids=["lightning", "transformers"])
+def test_the_recipe_finds_its_features(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    *statements, result, said = program.strip().splitlines()
+    names: dict[str, Any] = {"__name__": "recipe"}
+    exec("\n".join(statements), names)
+    assert repr(eval(result, names).cpu()) == said.removeprefix("# ")
