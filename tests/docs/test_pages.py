@@ -138,6 +138,8 @@ QUERIES = {
     "DTensor": "distributed/",
     "mixture of experts": "api/nn/",
     "gumbel_softmax": "migration/",
+    "nucleus": "budgets/",
+    "conformal": "api/counts/",
 }
 # names that have an entry in the reference, which comes before all that mentions them
 NAMES = """
