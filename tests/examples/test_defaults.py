@@ -32,12 +32,12 @@ def test_balancing() -> None:
     violations = script.run()
     quantile, sign = said(
         "balancing.md",
-        "load is {} times the mean above it with the balancer, and {} times with the sign rule",
+        "load over the mean, less 1, is {} with the balancer and {} with the sign rule",
     )
     rate, third, fiftieth, there = said(
         "balancing.md",
-        "At {}, the best of seven rates for other tokens, it is {} times above it at the third step and {} "
-        "times at the fiftieth, where the balancer is at {}.",
+        "At a rate of {}, the best of seven for other tokens, it is {} at the third step and {} at the "
+        "fiftieth, where the balancer has {}.",
     )
     assert violations["quantile"][2] == pytest.approx(quantile, abs=0.05)
     assert violations["sign"][2] == pytest.approx(sign, rel=0.05)
