@@ -1,0 +1,103 @@
+"""Builds khot's CPU kernels as XLA's foreign functions; without a compiler khot_jax is pure Python.
+
+The kernels are those of ../csrc, with csrc/ffi.cpp in the place of its bindings. A source distribution has a
+copy of them. ``KHOT_JAX_PURE=1`` leaves them out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).resolve().parent
+COPY = "kernels"  # where a source distribution has them
+KERNELS = HERE / COPY if (HERE / COPY).exists() else HERE.parent / "csrc"
+# As in ../setup.py: one copy per instruction set, of which the first takes longest.
+SOURCES = [
+    KERNELS / "simd" / f"{name}.cpp" for name in ("isa_avx512", "isa_avx2", "isa_baseline", "choose_isa")
+]
+
+
+class Build(build_ext):
+    """The library, which is no extension module: it is loaded by ctypes, and knows nothing of Python."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:
+            print(f"khot_jax: the CPU kernels were not built: {error}", file=sys.stderr)
+
+    def build_extension(self, ext: Extension) -> None:
+        import jax
+
+        def compiled(source: str) -> list[str]:
+            print(f"khot_jax: compiling {os.path.basename(source)}", file=sys.stderr, flush=True)
+            directory = os.path.join(self.build_temp, Path(source).stem)
+            # a relative path, so that the object lies in that directory
+            return self.compiler.compile(
+                [os.path.relpath(source)],
+                output_dir=directory,
+                include_dirs=[str(KERNELS), str(HERE / "csrc"), jax.ffi.include_dir()],
+                extra_postargs=ext.extra_compile_args,
+            )
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sources = [*map(str, SOURCES), *ext.sources]
+            objects = [each for found in pool.map(compiled, sources) for each in found]
+        target = self.get_ext_fullpath(ext.name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        self.compiler.link_shared_object(
+            objects, target, extra_postargs=ext.extra_link_args, target_lang="c++", build_temp=self.build_temp
+        )
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+class Wheel(bdist_wheel):
+    """For any Python of this platform, or for any at all without kernels."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class Source(sdist):
+    """With the kernels."""
+
+    def make_release_tree(self, base_dir: str, files: Any) -> None:
+        super().make_release_tree(base_dir, files)
+        for path in KERNELS.rglob("*"):
+            room = path.relative_to(KERNELS)
+            if path.suffix in (".h", ".cpp") and room.parts[0] not in ("bindings", "eager"):
+                self._add(path, Path(base_dir, COPY, room))
+        self._add(KERNELS / "bindings" / "rows.h", Path(base_dir, COPY, "bindings", "rows.h"))
+
+    def _add(self, path: Path, to: Path) -> None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, to)
+
+
+kernels = Extension(
+    "khot_jax._kernels",
+    ["csrc/ffi.cpp"],
+    extra_compile_args=[
+        # what each is for stands in ../setup.py
+        *("-O2", "-fvect-cost-model=dynamic", "-std=c++17", "-ffp-contract=fast", "-fvisibility=hidden"),
+        *("-Wno-psabi", "-g0"),
+    ],
+    extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
+    optional=True,
+)
+setup(
+    ext_modules=[] if os.environ.get("KHOT_JAX_PURE") == "1" else [kernels],
+    cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Source},
+)

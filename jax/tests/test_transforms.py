@@ -1,0 +1,177 @@
+"""jit, grad, jvp, vmap, hessian, scan, checkpoint, shards: each operator under each of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import khot_jax as kj
+from operators import OPERATORS, arguments
+
+EVERY = pytest.mark.parametrize("name", OPERATORS)
+
+
+def directions(args: tuple[Array, ...], seed: int = 1) -> tuple[Array, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in args)
+
+
+def along(f: Any, args: tuple[Array, ...], moves: tuple[Array, ...], e: float = 1e-5) -> Any:
+    """Central differences."""
+    up = f(*(a + e * m for a, m in zip(args, moves, strict=True)))
+    down = f(*(a - e * m for a, m in zip(args, moves, strict=True)))
+    return jax.tree.map(lambda a, b: (a - b) / (2 * e), up, down)
+
+
+@EVERY
+def test_derivatives_are_differences_in_both_modes(name: str) -> None:
+    with jax.enable_x64(True):
+        f, args = jax.jit(OPERATORS[name][0]), arguments(name, dtype=jnp.float64)
+        moves = directions(args)
+        out, tangent = jax.jvp(f, args, moves)
+        assert out.dtype == jnp.float64
+        np.testing.assert_allclose(tangent, along(f, args, moves), rtol=2e-6, atol=1e-8)
+        v = directions((out,), 2)[0]
+        gradients = jax.vjp(f, *args)[1](v)
+        total = sum(jnp.vdot(g, m) for g, m in zip(gradients, moves, strict=True))
+        np.testing.assert_allclose(total, jnp.vdot(v, tangent), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, smooth) in OPERATORS.items() if smooth])
+def test_second_derivatives_are_differences(name: str) -> None:
+    with jax.enable_x64(True):
+        f, args = OPERATORS[name][0], arguments(name, n=5, dtype=jnp.float64)
+        v = directions((f(*args),), 2)[0]
+        gradient = jax.jit(jax.grad(lambda *a: jnp.vdot(f(*a), v), argnums=tuple(range(len(args)))))
+        moves = directions(args)
+        want = along(gradient, args, moves)
+        forward = jax.jit(lambda a, m: jax.jvp(gradient, a, m)[1])(args, moves)
+        for got, each in zip(forward, want, strict=True):
+            np.testing.assert_allclose(got, each, rtol=1e-5, atol=1e-7)
+        # reverse over reverse, which transposes pull
+        w = directions(args, 3)
+        back = jax.jit(lambda a: jax.vjp(gradient, *a)[1](w))(args)
+        np.testing.assert_allclose(
+            sum(jnp.vdot(b, m) for b, m in zip(back, moves, strict=True)),
+            sum(jnp.vdot(g, u) for g, u in zip(forward, w, strict=True)),
+            rtol=1e-7,
+        )
+
+
+@pytest.mark.parametrize("name", ["soft_topk logistic", "soft_budget", "soft_rank laplace", "log_soft_topk"])
+def test_forward_is_reverse_and_hessians_are_symmetric(name: str) -> None:
+    f, args = OPERATORS[name][0], arguments(name)
+    of_x = lambda x: f(x, *args[1:])
+    np.testing.assert_allclose(jax.jacfwd(of_x)(args[0]), jax.jacrev(of_x)(args[0]), atol=3e-6)
+    v = directions(args[:1])[0]
+    h = jax.jit(jax.hessian(lambda x: jnp.vdot(of_x(x), v)))(args[0])
+    np.testing.assert_allclose(h, h.T, atol=2e-5)
+    assert np.abs(h).max() > 1e-2
+
+
+@EVERY
+def test_vmap_in_vmap_is_a_loop(name: str) -> None:
+    f = OPERATORS[name][0]
+    args = arguments(name)
+    scale = 1 + 0.1 * jnp.arange(6.0).reshape(2, 3)
+    x = args[0] * scale[..., None]
+    g = jax.grad(lambda x, *rest: (f(x, *rest) ** 2).sum())
+    both = jax.vmap(jax.vmap(lambda x, tau: (f(x, *args[1:-1], tau), g(x, *args[1:-1], tau))))
+    values, gradients = jax.jit(both)(x, scale)
+    one = jax.jit(lambda x, tau: (f(x, *args[1:-1], tau), g(x, *args[1:-1], tau)))
+    for i in range(2):
+        for j in range(3):
+            value, gradient = one(x[i, j], scale[i, j])
+            np.testing.assert_allclose(values[i, j], value, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(gradients[i, j], gradient, rtol=1e-4, atol=3e-5)
+    # a batch in the middle, of one argument
+    moved = jax.vmap(lambda x: f(x, *args[1:]), in_axes=1, out_axes=-1)(x[0].T)
+    alone = jnp.stack([f(row, *args[1:]) for row in x[0]], -1)
+    np.testing.assert_allclose(moved, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_k_and_tau_are_traced_and_learned() -> None:
+    x = arguments("soft_topk logistic")[0]
+
+    @jax.jit
+    def loss(k: Array, tau: Array) -> Array:
+        return (kj.soft_topk(x, k, tau=tau) * x).sum()
+
+    assert loss(2.0, 0.5) != loss(3.0, 0.5)
+    assert loss._cache_size() == 1
+    dk, dtau = jax.grad(loss, (0, 1))(2.5, 0.5)
+    assert np.isfinite(dk) and np.isfinite(dtau) and dk != 0 and dtau != 0
+
+
+def test_scan_and_checkpoint() -> None:
+    x = jnp.stack([arguments("soft_topk logistic")[0] * (1 + i) for i in range(4)])
+
+    def total(x: Array, wrap: Any) -> Array:
+        step = wrap(lambda carry, row: (carry + (y := kj.soft_topk(row, 2.5, tau=0.5)) * row, y.sum()))
+        carry, sums = jax.lax.scan(step, jnp.zeros_like(x[0]), x)
+        return (carry**2).sum() + sums.sum()
+
+    plain = jax.value_and_grad(lambda x: total(x, lambda f: f))(x)
+    again = jax.value_and_grad(lambda x: total(x, jax.checkpoint))(x)
+    by_hand = jax.value_and_grad(
+        lambda x: (sum(kj.soft_topk(row, 2.5, tau=0.5) * row for row in x) ** 2).sum() + 4 * 2.5
+    )(x)
+    for one in (again, by_hand):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), one, plain)
+
+
+# ------------------------------------------------------------------------------------------- devices
+
+needs_two = pytest.mark.skipif(len(jax.devices()) < 2, reason="one device")
+
+
+def test_there_are_two_devices() -> None:
+    assert len(jax.devices()) == 2  # of conftest.py
+
+
+@needs_two
+@pytest.mark.parametrize("name", ["soft_topk logistic", "soft_budget", "soft_sort laplace"])
+def test_shard_map_over_rows(name: str) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("rows",))
+    f, args = OPERATORS[name][0], arguments(name)
+    x = args[0] * jnp.arange(1.0, 5)[:, None]
+
+    def loss(x: Array, tau: Array) -> Array:
+        return f(x, *args[1:-1], tau) * x
+
+    spec = PartitionSpec("rows")
+    shards = jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec))
+    np.testing.assert_allclose(shards(x, args[-1]), loss(x, args[-1]), atol=2e-6)
+    both = [jax.grad(lambda x, t, g=g: g(x, t).sum(), (0, 1))(x, args[-1]) for g in (shards, loss)]
+    for got, want in zip(*both, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
+
+
+def collectives(f: Any, *args: Any) -> dict[str, int]:
+    text = jax.jit(f).lower(*args).compile().as_text()
+    return {name: text.count(f" {name}(") for name in ("all-reduce", "all-gather", "all-to-all")}
+
+
+@needs_two
+def test_sharded_inputs() -> None:
+    """Rows that are split over devices are solved where they are, and split rows are put together."""
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 40)), jnp.float32)
+    f = lambda x: kj.soft_topk(x, 5.3, tau=0.3)
+    g = jax.grad(lambda x: (f(x) * x).sum())
+    for spec in (PartitionSpec("d"), PartitionSpec(None, "d")):
+        split = jax.device_put(x, NamedSharding(mesh, spec))
+        np.testing.assert_allclose(jax.jit(f)(split), f(x), atol=1e-6)
+        np.testing.assert_allclose(jax.jit(g)(split), g(x), atol=1e-5)
+    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
+    assert set(collectives(f, rows).values()) == {0}
+    parts = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "d")))
+    found = collectives(f, parts)
+    assert found["all-reduce"] + found["all-gather"] > 0
