@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 HAS := $(VENV)/.has-
 CSRC := $(wildcard csrc/*.h csrc/*/*.h csrc/*/*.cpp)
+# khot for JAX has an environment of its own, without torch
+JAX := .venv-jax
+JAXSRC := $(wildcard jax/csrc/*)
 # What `make test` runs, with the extra `test` alone: six minutes of one core. The rest, of which the operators' table is
 # the largest part, is for `make test-all`.
 QUICK := README.md docs src/khot tests/test_house.py $(addprefix tests/test_,$(addsuffix .py,topk counting masks selection \
@@ -17,7 +20,7 @@ QUICK := README.md docs src/khot tests/test_house.py $(addprefix tests/test_,$(a
 KATEX := docs/katex/node_modules/.package-lock.json
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo reproduce test test-all test-slow matrix bench lint format check docs figures dist dist-test clean
+.PHONY: help .venv demo reproduce test test-all test-slow test-jax matrix bench lint format check docs figures dist dist-test clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +56,14 @@ test-all: $(HAS)dev ## run all tests but the slow ones (ARGS="-k name" for some 
 test-slow: $(HAS)dev ## run the slow tests, too
 	$(BIN)/pytest -m "" $(ARGS)
 
+$(JAX)/.installed: $(CSRC) $(JAXSRC) $(wildcard jax/khot_jax/*.py) jax/pyproject.toml jax/setup.py
+	$(PYTHON) -m venv $(JAX)
+	$(JAX)/bin/python -m pip --disable-pip-version-check install './jax[test]'
+	touch $@
+
+test-jax: $(JAX)/.installed ## build khot for JAX, and run its tests
+	cd jax && ../$(JAX)/bin/pytest -n auto $(ARGS)
+
 matrix: ## build with other versions of torch and run the operators' table (TORCH="2.6.0 newest" for some of them)
 	set -e; for version in $(TORCH); do .ci/try-torch $(PYTHON) $$version $(ARGS); done
 
@@ -63,13 +74,13 @@ lint: $(HAS)lint ## check style, format, types and the subjects of the last comm
 	! git log -n 20 --no-merges --format=%s 2>/dev/null | grep -v '^Merge ' | LC_ALL=C.UTF-8 grep -E '^.{73}|\.$$'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(JAXSRC)
 	$(BIN)/pyright --pythonpath $(BIN)/python & types=$$!; $(BIN)/mypy; found=$$?; wait $$types && exit $$found
 
 format: $(HAS)lint ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(CSRC) $(JAXSRC)
 
 check: lint test-all docs ## run all that should pass before a push: lint, tests, types, documentation, distributions
 	$(BIN)/pytest -m "" tests/test_packaging.py tests/docs
@@ -85,16 +96,17 @@ $(KATEX): docs/katex/package-lock.json
 	npm ci --prefix docs/katex --silent
 	touch $@
 
-dist: $(HAS)release ## build the source distribution, the compiled wheel and the pure Python wheel
+dist: $(HAS)release ## build the source distributions and wheels, of khot also the pure Python one
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	KHOT_PURE=1 $(PIP) wheel --no-build-isolation --no-deps -w dist dist/khot-*.tar.gz
+	$(BIN)/python -m build --outdir dist jax
 
 dist-test: $(HAS)dev dist ## install each wheel in a new environment, and run the tests outside the source tree
 	KHOT_REQUIRE_COMPILED=1 .ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-abi3-*.whl $(ARGS)
 	.ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-none-any.whl $(ARGS)
 
 clean: ## remove build output and caches (.venv stays)
-	rm -rf build dist site docs/katex/node_modules src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f src/khot/*.so khot-demo.png $(HAS)*
+	rm -rf build dist jax/build site docs/katex/node_modules src/*.egg-info jax/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f src/khot/*.so khot-demo.png $(HAS)* $(JAX)/.installed
 	find src tests reproduce -name __pycache__ -type d -prune -exec rm -rf {} +

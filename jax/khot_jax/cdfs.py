@@ -75,7 +75,7 @@ class CDF:
 
     @property
     def median(self) -> float:
-        return 0.0 if self.symmetric else self._quantile(0.5)
+        return 0.0 if self.symmetric else _number(self, 0.5)
 
     @property
     def mean(self) -> float:
@@ -83,12 +83,7 @@ class CDF:
 
     @property
     def variance(self) -> float:
-        return ((self._quantile(0.75) - self._quantile(0.25)) / QUARTILES) ** 2
-
-    @functools.cache
-    def _quantile(self, y: float) -> float:
-        with jax.ensure_compile_time_eval():
-            return float(jax.jit(self.icdf)(jnp.asarray(y, jnp.float32)))
+        return ((_number(self, 0.75) - _number(self, 0.25)) / QUARTILES) ** 2
 
     def cdf(self, z: Array) -> Array:
         """F(z), in [0, 1], with full relative accuracy in the lower tail."""
@@ -157,6 +152,13 @@ class CDF:
             return self.icdf(y)
         z = self.icdf(jnp.minimum(y, rest))
         return jnp.where(y < rest, z, -z)
+
+
+@functools.cache
+def _number(cdf: CDF, y: float) -> float:
+    """A quantile as a number, also while something is traced."""
+    with jax.ensure_compile_time_eval():
+        return float(jax.jit(cdf.icdf)(jnp.asarray(y, jnp.float32)))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Writes figures.json: values and gradients of khot's torch operators, which those for JAX have to equal.
 
-It runs where torch and khot are installed, `python jax/tests/figures.py`; the tests read the file without them.
+It runs where torch and khot are installed, `python jax/tests/figures.py`. The tests need neither.
 Inputs are drawn here as well, so that the file is all that the tests need.
 """
 
@@ -26,9 +26,7 @@ def cases() -> list[dict[str, Any]]:
         """One call in float32, with the gradients of Σ v·result in everything that is differentiable."""
         given = {key: torch.tensor(np.float32(value), requires_grad=True) for key, value in inputs.items()}
         named = {
-            "largest" if key == "largest" else key: khot.cdfs.Power(value[1])
-            if isinstance(value, list)
-            else value
+            key: khot.cdfs.Power(value[1]) if isinstance(value, list) else value
             for key, value in options.items()
         }
         x, *between = (value for key, value in given.items() if key != "tau")

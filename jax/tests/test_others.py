@@ -186,7 +186,7 @@ def test_samples_have_the_gradient_of_the_soft_topk() -> None:
     assert kj.sample_khot(key, jnp.zeros((2, 1)), 1).tolist() == [[1.0], [1.0]]
 
 
-# ------------------------------------------------------------------------------------------- CDFs, the package
+# ------------------------------------------------------------------------------------------- the package
 
 
 @dataclass(frozen=True)

@@ -175,3 +175,13 @@ def test_sharded_inputs() -> None:
     parts = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "d")))
     found = collectives(f, parts)
     assert found["all-reduce"] + found["all-gather"] > 0
+
+
+@EVERY
+def test_other_platforms_get_the_pure_engine(name: str) -> None:
+    """Lowered for a GPU, which needs none."""
+    f, args = jax.jit(OPERATORS[name][0]), arguments(name)
+    for platform in ("cuda", "tpu"):
+        assert "khot_" not in f.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    here = f.lower(*args).as_text()
+    assert ("khot_" in here) == (kj.instruction_set() is not None and name != "soft_rank logistic")
