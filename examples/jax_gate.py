@@ -1,8 +1,8 @@
 """Which of 40 features count, and how many? A Flax model with a learned k.
 
 The target depends on 6 of the features. A gate in front of a small network lets k of them through, at random,
-by `khot_jax.sample_khot`. Logits, k and the network learn together, with a price for each feature. A k between
-two integers lets through as many features as one of the two, so that the expected loss is smooth in k.
+by `khot_jax.sample_khot`. Logits, k and the network learn together, with a price a feature. A k between
+two integers lets through as many as one of them, so that the expected loss is smooth in k.
 
 It needs khot for JAX, flax and optax: pip install ./jax flax optax
 

@@ -175,8 +175,9 @@ def main() -> None:
         "",
         "Written by `python jax/benchmarks/peers.py`.",
         "",
-        f"processor: {processor()}; threads: 1; time: CPU time; kernels: {khot_jax.instruction_set() or 'none'}; "
-        f"{versions}; python: {platform.python_version()}; system: {platform.system()} {platform.machine()}",
+        f"processor: {processor()}; threads: 1; time: CPU time; "
+        f"kernels: {khot_jax.instruction_set() or 'none'}; {versions}; "
+        f"python: {platform.python_version()}; system: {platform.system()} {platform.machine()}",
         "",
         f"| in softmaxes (`jax.nn.softmax`, float32, jit): forward / forward + backward | {heads} |",
         "| --- |" + " ---: |" * len(SHAPES),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -252,6 +253,29 @@ print([str(each.message)[:60] for each in said])
         "2.0 None",
         "['khot_jax runs without its compiled CPU kernels, on the pure ']",
     ]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be taken away")
+@pytest.mark.skipif(kj.instruction_set() is None, reason="of the compiled kernels")
+def test_no_bit_depends_on_the_number_of_threads() -> None:
+    code = """
+import hashlib, os, sys
+if sys.argv[1] == "1":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax, jax.numpy as jnp, numpy as np, khot_jax
+for shape in ((500, 64), (300, 1000), (1, 300_000)):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    y, pull = jax.vjp(jax.jit(lambda x, k: khot_jax.soft_topk(x, k)), x, 7.0)
+    print(hashlib.sha256(b"".join(np.asarray(each).tobytes() for each in (y, pull(x)[0]))).hexdigest())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code, threads], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for threads in ("1", "all")
+    ]
+    assert told[0] == told[1] and len(told[0].splitlines()) == 3
 
 
 def test_torch_is_not_imported() -> None:
