@@ -75,7 +75,8 @@ def per_row(
     Python's numbers must lie in [low, high], or (low, high] if ``low_open``.
     """
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        inside = (low < value if low_open else low <= value) and value <= high and not math.isinf(value)
+        number = float(value)
+        inside = (low < number if low_open else low <= number) and number <= high and not math.isinf(number)
         if not inside:
             allowed = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
             raise ValueError(f"{name} must lie in {allowed}, but got {value}")

@@ -66,9 +66,13 @@ def takes_value(name: str | None) -> bool:
 def call(name: str, body: Callable[..., Sequence[Array]], *operands: Array, **params: Any) -> Sequence[Array]:
     """What a primitive is on a CPU: a compiled kernel, or its body where there is none for these operands."""
     run = _CALLS.get(name)
-    law = params.get("law")
-    known = getattr(law, "cdf", None) is None or law.cdf.compiled is not None
-    if run is None or not known or _library() is None or operands[0].size == 0:
+    cdf = getattr(params.get("law"), "cdf", None)
+    if (
+        run is None
+        or (cdf is not None and cdf.compiled is None)
+        or _library() is None
+        or operands[0].size == 0
+    ):
         return body(*operands, **params)
     run = functools.partial(run, **params)
     return (

@@ -84,13 +84,13 @@ def _weigh(s: Solved) -> _Weighed:
     mass = jnp.where(dead, 1, mass)
     log_mass = jnp.where(dead | fixed, jnp.inf, top + jnp.log(mass))
     share = relative / mass[..., None]
+    flat, edges = dead & ~fixed, None
     if F.full_support:
         share = _apart(s, x, w, z, counts, above, top, share, fixed)
         (centre,) = sums(w * share * z)
     else:
         payable = ~decided & (w > 0)
         edges = _edges(s, x, w, lax.stop_gradient(z), payable)
-        flat = dead & ~fixed
         share = jnp.where(flat[..., None], edges[0] + edges[1], share)
         (centre,) = sums(w * share * z)
         centre = jnp.where(flat, 0.5 * (F.support[0] + F.support[1]), centre)
@@ -101,7 +101,7 @@ def _weigh(s: Solved) -> _Weighed:
         log_rate = F.log_hazard(jnp.where(at_rest, F.median, z))
         rate = jnp.where(at_rest, 0, jnp.exp(jnp.where(at_rest, 0, log_rate)))
         rise = jnp.where(at_rest, 0, jnp.exp(jnp.where(at_rest, 0, log_rate) - log_mass[..., None]))
-        if not F.full_support:
+        if edges is not None:
             rise = jnp.where(flat[..., None], edges[0], rise)
     return _Weighed(z, w, share, density, log_mass, centre, rate, rise)
 

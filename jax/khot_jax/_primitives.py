@@ -85,7 +85,8 @@ def _axes(x: Array) -> frozenset[str]:
 
 
 def _varying(x: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
+    lax: Any = jax.lax  # pvary until jax 0.9
+    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
 
 
 def derivatives(solve: Primitive, rule: Callable[..., Any], push: Primitive, pull: Primitive) -> None:

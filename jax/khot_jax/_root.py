@@ -115,10 +115,10 @@ def solve(x: Array, cost: Array | None, goal: Array, tau: Array, cdf: CDF) -> Ro
 
 
 def _root(row: _Row, running: Array) -> Root:
-    (left, right), ends, guess, wide = _survey(row)
-    guess = jnp.clip(guess, left, right), jnp.zeros_like(guess)
-    none = jnp.zeros_like(guess[0], jnp.int32)
-    guess, counted = lax.cond(jnp.any(wide), lambda: _narrow(row, ends, guess, wide), lambda: (guess, none))
+    (left, right), ends, middle, wide = _survey(row)
+    plain = jnp.clip(middle, left, right), jnp.zeros_like(middle)
+    none = jnp.zeros_like(middle, jnp.int32)
+    guess, counted = lax.cond(jnp.any(wide), lambda: _narrow(row, ends, plain, wide), lambda: (plain, none))
     walk = (_walk if row.cdf.full_support else _search)(row, left, right, guess, ~running)
     hi, lo, more = lax.cond(
         jnp.any(walk.flat),
@@ -236,8 +236,9 @@ def _narrow(row: _Row, ends: _Pair, guess: _Pair, wide: Array) -> tuple[_Pair, A
         if row.unit:
             stop = stop | (low_cost - high_cost <= 1)
         new = (low, high, low_cost, high_cost, low + line * width)
-        kept = [jnp.where(s.running, a, b) for a, b in zip(new, s[:5], strict=True)]
-        return _Window(*kept, s.running & ~stop, s.passes + s.running, s.trip + 1)
+        kept = (jnp.where(s.running, a, b) for a, b in zip(new, s[:5], strict=True))
+        moved = dict(zip(_Window._fields[:5], kept, strict=True))
+        return s._replace(**moved, running=s.running & ~stop, passes=s.passes + s.running, trip=s.trip + 1)
 
     zero = jnp.zeros_like(low)
     start = _Window(
