@@ -44,8 +44,8 @@ def selected(where: Any, x: Any, axis: Any) -> Array:
     """``where`` as rows of x's shape, True everywhere if it is None."""
     x = jnp.asarray(x)
     axis = _axis(x, axis)
-    return jnp.broadcast_to(True if where is None else _of_entries(where, jnp.moveaxis(x, axis, -1), axis),
-                            jnp.moveaxis(x, axis, -1).shape)  # fmt: skip
+    rows = jnp.moveaxis(x, axis, -1)
+    return jnp.ones(rows.shape, bool) if where is None else _of_entries(where, rows, axis)
 
 
 def of_entries(value: Any, name: str, x: Any, axis: Any) -> Array:
@@ -103,7 +103,7 @@ def _of_entries(where: Any, x: Array, axis: int) -> Array:
     where = jnp.asarray(where)
     if where.dtype != bool:
         raise TypeError(f"where must hold True and False, but got {where.dtype}")
-    shape = jnp.moveaxis(jnp.empty(x.shape, bool), -1, axis).shape
+    shape = (*x.shape[:axis], x.shape[-1], *x.shape[axis:-1])
     return jnp.moveaxis(_broadcast(where, "where", shape, "x"), axis, -1)
 
 
