@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from khot._core import precision
-from khot._core.torch_internals import as_usual, is_transformed
+from khot._core.torch_internals import as_usual, forward_mode_is_on, is_transformed
 
 __all__ = [
     "FLOATS",
@@ -32,6 +32,7 @@ __all__ = [
     "broadcasts",
     "check_bool_or_real",
     "check_device",
+    "check_enough",
     "check_dim",
     "check_dim_type",
     "check_flags",
@@ -218,11 +219,10 @@ def rows(
 
 def masked(x: Tensor, mask: Tensor, fill: float) -> Tensor:
     """The entries under a mask of the same shape, and ``fill``, 0 or infinite, in the place of the others."""
-    if x.numel() < MANY or x.dtype not in FLOATS or not readable(x) or not readable(mask):
+    plain = readable(x) and readable(mask) and x.dtype in FLOATS and not forward_mode_is_on()
+    if x.numel() < MANY or not plain:
         return torch.where(mask, x, fill)
-    from khot._ops.masked import masked as at_once  # late, because operators need this module
-
-    found: Tensor = at_once(x, mask, fill)
+    found: Tensor = torch.ops.khot.masked(x, mask, fill)
     return found
 
 
