@@ -6,6 +6,8 @@ Nothing here imports khot. The statistical tests state the rate at which they fa
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,12 +17,17 @@ from torch import Tensor
 __all__ = [
     "assert_frequencies",
     "assert_inclusion",
+    "assert_mean",
+    "calibrated",
     "conditional_poisson_law",
     "dynamic_programme",
+    "iterative_poisson_law",
     "moments",
+    "order_law",
     "random_probs",
-    "sampford_law",
+    "softmax_law",
     "subsets",
+    "vectors",
 ]
 
 FAILURE_RATE = 1e-6
@@ -38,17 +45,59 @@ def conditional_poisson_law(logits: Tensor, k: int) -> Tensor:
     return weight - weight.logsumexp(0)
 
 
-def sampford_law(probs: Tensor, k: int) -> Tensor:
-    """log P(S) for each of :func:`subsets`, as Sampford (1967) defined it."""
-    S = subsets(len(probs), k).bool()
-    free = (probs > 0) & (probs < 1)
-    odds = torch.where(free, probs / (1 - probs), 1.0)
-    weight = ((1 - probs) * S).sum(-1) * torch.where(S, odds, 1.0).prod(-1)
-    if not free.any():
-        weight = torch.ones_like(weight)
-    allowed = (S | (probs < 1)).all(-1) & ~(S & (probs <= 0)).any(-1)
-    weight = torch.where(allowed, weight, 0.0)
-    return (weight / weight.sum()).log()
+def vectors(n: int) -> Tensor:
+    """All vectors of n zeros and ones, as the digits of 0, ..., 2ⁿ − 1; float64."""
+    return torch.tensor(list(itertools.product((0.0, 1.0), repeat=n)), dtype=torch.float64)
+
+
+def softmax_law(theta: Tensor, S: Tensor) -> Tensor:
+    """P(S) ∝ exp Σ_S θ."""
+    return torch.softmax(S @ theta, 0)
+
+
+def order_law(theta: Tensor, S: Tensor) -> Tensor:
+    """P(the variables of S are the smallest), by the largest of them, each with the CDF σ(t + θ)."""
+    t = torch.linspace(-80, 80, 3201, dtype=torch.float64).unsqueeze(-1)
+    below, above = torch.nn.functional.logsigmoid(t + theta), torch.nn.functional.logsigmoid(-t - theta)
+    density = (below @ S.T + above @ (1 - S).T).exp() * (above.exp() @ S.T)
+    return density.sum(0) * (t[1] - t[0])
+
+
+def calibrated(law: Callable[[Tensor, Tensor], Tensor], probs: Tensor, S: Tensor) -> Tensor:
+    """θ for which law(θ, S), of all k-subsets, has these inclusion probabilities; differentiable in them.
+    Newton's method, and a last step with the derivative of the implicit function."""
+    theta = torch.logit(probs).detach()
+    for last in (False,) * 30 + (True,):
+        jacobian = torch.autograd.functional.jacobian(lambda theta: law(theta, S) @ S, theta)
+        excess = law(theta, S) @ S - (probs if last else probs.detach())
+        theta = theta - torch.linalg.pinv(jacobian, rtol=1e-9) @ excess
+    return theta
+
+
+def iterative_poisson_law(probs: list[float], k: int, rounds: int) -> Tensor:
+    """P of each of :func:`vectors` after independent draws and so many corrections: a vector with more than k
+    ones has these drawn again, one with fewer its zeros, with probabilities that are scaled to the sum that
+    is missing, linearly from 0 or from 1."""
+    x = vectors(len(probs))
+
+    def drawn(chance: list[float]) -> Tensor:
+        p = torch.tensor(chance, dtype=torch.float64)
+        return torch.where(x.bool(), p, 1 - p).prod(-1)
+
+    def corrected(row: list[float]) -> Tensor:
+        many = sum(row) > k
+        among = [i for i, one in enumerate(row) if bool(one) == many]
+        wanted = k if many else k - sum(row)
+        total, chance = sum(probs[i] for i in among), [0.0 if many else one for one in row]
+        for i in among:
+            if total >= wanted:
+                chance[i] = probs[i] * wanted / total if total else 0.0
+            else:
+                chance[i] = 1 - (1 - probs[i]) * (len(among) - wanted) / (len(among) - total)
+        return drawn(chance)
+
+    step = torch.stack([corrected(row) for row in x.tolist()])
+    return drawn(probs) @ torch.linalg.matrix_power(step, rounds)
 
 
 def moments(log_law: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,3 +150,10 @@ def assert_frequencies(counts: np.ndarray, probs: np.ndarray) -> None:
     keep = expected > 0
     statistic = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
     assert stats.chi2.sf(statistic, max(1, keep.sum() - 1)) >= FAILURE_RATE, statistic
+
+
+def assert_mean(values: Tensor, expected: Tensor) -> None:
+    """The mean of independent rows is the expected one, by their own deviations."""
+    error = values.std(0) / math.sqrt(len(values))
+    bound = stats.norm.isf(FAILURE_RATE / 2 / expected.numel()) * error + 1e-12
+    assert ((values.mean(0) - expected).abs() <= bound).all(), (values.mean(0), expected, error)

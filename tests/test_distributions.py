@@ -18,7 +18,6 @@ import mpmath
 import pytest
 import torch
 from mpmath import mp
-from scipy.stats import norm
 from torch import Tensor
 from torch.distributions import Distribution, Independent, kl_divergence
 
@@ -32,6 +31,7 @@ from khot.distributions import (
     RelaxedKHot,
 )
 from khot.sampling._noise import gumbel_noise
+from subsets import assert_mean, calibrated, order_law, softmax_law, subsets
 
 F64 = torch.float64
 ONE = torch.tensor([0.9, -0.4, 0.1, -1.3, 0.0], dtype=F64)
@@ -93,12 +93,6 @@ def batch_shape(arguments: dict[str, Any]) -> torch.Size:
 
 def has_log_prob(p: Distribution) -> bool:
     return not isinstance(p, KHot) or p.design in TRACTABLE
-
-
-def assert_mean(values: Tensor, expected: Tensor) -> None:
-    error = values.std(0) / math.sqrt(len(values))
-    bound = norm.isf(0.5e-6 / expected.numel()) * error + 1e-12
-    assert ((values.mean(0) - expected).abs() <= bound).all(), (values.mean(0), expected)
 
 
 def test_every_public_class_has_an_example() -> None:
@@ -203,45 +197,17 @@ def test_enumerate_support(cls: type[Distribution], arguments: dict[str, Any]) -
     assert rows == {v for v in itertools.product((0.0, 1.0), repeat=n) if sum(v) == k}
 
 
-def order_law(theta: Tensor, x: Tensor) -> Tensor:
-    """P(the variables of x are the smallest), by the largest of them, each with the CDF σ(t + θ)."""
-    t = torch.linspace(-80, 80, 3201, dtype=F64).unsqueeze(-1)
-    below, above = torch.nn.functional.logsigmoid(t + theta), torch.nn.functional.logsigmoid(-t - theta)
-    density = (below @ x.T + above @ (1 - x).T).exp() * (above.exp() @ x.T)
-    return density.sum(0) * (t[1] - t[0])
-
-
 def oracle(logits: Tensor, k: int, design: str) -> tuple[Tensor, Tensor]:
     """All k-hot vectors and their probabilities, from the definitions; for one row."""
-    n = len(logits)
-    x = torch.tensor([v for v in itertools.product((0.0, 1.0), repeat=n) if sum(v) == k], dtype=F64)
+    x = subsets(len(logits), k)
     if design == "natural":
-        return x, torch.softmax(x @ logits, 0)
+        return x, softmax_law(logits, x)
     pi = khot.sigmoid_topk(logits, k)
     if design == "sampford":
         weight = (x * (1 - pi)).sum(-1) * torch.exp(x @ torch.logit(pi))
         return x, weight / weight.sum()
-    if design == "pareto":  # the parameters with inclusion probabilities π: Newton, by brute force
-        theta = torch.logit(pi).detach()
-        for last in (False,) * 30 + (True,):
-            jacobian = torch.autograd.functional.jacobian(lambda theta: order_law(theta, x) @ x, theta)
-            excess = order_law(theta, x) @ x - (pi if last else pi.detach())
-            theta = theta - torch.linalg.pinv(jacobian, rtol=1e-9) @ excess
-        return x, order_law(theta, x)
-    # the conditional Poisson design with marginals π: Newton on the concave dual, by brute force
-    theta = torch.logit(pi).detach()
-    for _ in range(50):
-        q = torch.softmax(x @ theta, 0)
-        mean = q @ x
-        cov = (x.T * q) @ x - mean.outer(mean)
-        theta = (
-            theta + torch.linalg.lstsq(cov, (pi - mean).detach().unsqueeze(-1), driver="gelsd").solution[:, 0]
-        )
-    # one step more, with the derivative of the implicit function
-    q = torch.softmax(x @ theta, 0)
-    cov = (x.T * q) @ x - (q @ x).outer(q @ x)
-    theta = theta + torch.linalg.pinv(cov, hermitian=True, rtol=1e-9) @ (pi - q @ x)
-    return x, torch.softmax(x @ theta, 0)
+    law = order_law if design == "pareto" else softmax_law
+    return x, law(calibrated(law, pi, x), x)
 
 
 def make(logits: Tensor, k: int, design: str) -> Distribution:
@@ -367,29 +333,6 @@ def test_straight_through_carries_the_gradient_of_the_probabilities() -> None:
 # -------------------------------------------------------------------------------------------------- relaxed
 
 
-def relaxed_density(y: Tensor, temperature: float, theta: Tensor) -> float:
-    """By definition: the density of the noise times |∂noise/∂(y₁..y_{n−1}, shift)|, over all shifts."""
-
-    def noise(free: Tensor, shift: Tensor, total: Tensor) -> Tensor:
-        full = torch.cat([free, (total - free.sum()).unsqueeze(0)])
-        return temperature * torch.logit(full) - theta + shift
-
-    zero = torch.zeros((), dtype=F64)
-    by_y, by_shift = torch.func.jacrev(noise, (0, 1))(y[:-1], zero, y.sum())
-    volume = torch.linalg.det(torch.cat([by_y, by_shift.unsqueeze(-1)], -1)).abs()
-    shift = torch.linspace(-60, 60, 200_001, dtype=F64)
-    g = noise(y[:-1], zero, y.sum()) + shift.unsqueeze(-1)
-    return (torch.exp(-g - torch.exp(-g)).prod(-1).sum() * (shift[1] - shift[0]) * volume).item()
-
-
-@pytest.mark.parametrize("n, k", [(2, 1), (4, 1), (5, 2), (5, 4)])
-def test_relaxed_density_is_that_of_the_noise(n: int, k: int) -> None:
-    p = RelaxedKHot(0.7, k, ONE[:n])
-    torch.manual_seed(0)
-    for y in p.sample((5,)):
-        assert p.log_prob(y).exp().item() == pytest.approx(relaxed_density(y, 0.7, ONE[:n]), rel=1e-7)
-
-
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_the_two_densities_differ_by_the_change_of_variables(k: int) -> None:
     """From y without its last entry to the differences of logit y to the last one."""
@@ -434,6 +377,17 @@ def exact_log_prob(z: list[Any], tau: Any, theta: list[float]) -> Any:
 
     integral = mp.quad(density, [mode - 8, mode - 2, mode, mode + 3, mode + 10, mode + 60])
     return mp.log(integral) - sum(v + mode + 1 for v in a) + mp.log(abs(mp.det(jacobian)))
+
+
+@pytest.mark.parametrize("n, k", [(2, 1), (4, 1), (5, 2), (5, 4)])
+def test_relaxed_density_is_that_of_the_noise(n: int, k: int) -> None:
+    p = RelaxedKHot(0.7, k, ONE[:n])
+    torch.manual_seed(0)
+    for y in p.sample((5,)):
+        with mp.workdps(30):
+            z = [mp.log(mp.mpf(v) / (1 - mp.mpf(v))) for v in y.tolist()]
+            want = float(exact_log_prob(z, mp.mpf(0.7), ONE[:n].tolist()))
+        assert p.log_prob(y).item() == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize("temperature", [0.2, 0.05])

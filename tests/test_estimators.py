@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import norm
 from torch import Tensor
 
 import khot
@@ -22,6 +21,7 @@ from khot.estimators import sample_khot
 from khot.sampling import conditional_poisson
 from khot.sampling._designs import pareto
 from khot.sampling._noise import gumbel_noise
+from subsets import assert_mean, iterative_poisson_law, softmax_law, subsets, vectors
 
 NAMES = ("straight_through", "second_order", "gumbel", "simple", "imle", "sequential_softmax", "ncpss")
 SIZED = tuple(name for name in NAMES if name != "ncpss")  # always k ones, and certain ones at ±inf
@@ -33,16 +33,10 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def subsets(n: int, k: int) -> Tensor:
-    """All k-hot vectors, (n choose k, n)."""
-    rows = [[float(i in chosen) for i in range(n)] for chosen in itertools.combinations(range(n), k)]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
 def poisson_probs(theta: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k-hot vectors, and their probabilities ∝ exp(⟨θ, x⟩)."""
     x = subsets(len(theta), k)
-    return x, torch.softmax(x @ theta, 0)
+    return x, softmax_law(theta, x)
 
 
 def gumbel_probs(theta: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -73,13 +67,6 @@ def sampled_gradients(
     """One gradient per sample, (samples, n)."""
     rows = theta.detach().expand(samples, -1).clone().requires_grad_()
     return torch.autograd.grad(f(draw(rows)).sum(), rows)[0]
-
-
-def assert_mean(values: Tensor, expected: Tensor) -> None:
-    """The mean of independent rows is the expected one; wrong for a true claim in 1 of 10⁶ seeds."""
-    error = values.std(0) / math.sqrt(len(values))
-    bound = norm.isf(0.5e-6 / expected.numel()) * error + 1e-12
-    assert ((values.mean(0) - expected).abs() <= bound).all(), (values.mean(0), expected, error)
 
 
 def assert_frequencies(x: Tensor, support: Tensor, probs: Tensor) -> None:
@@ -639,31 +626,6 @@ def scaled(p: list[float], size: float) -> list[float]:
     return [1 - (1 - q) * (len(p) - size) / (len(p) - total) for q in p]
 
 
-def iterative_poisson(probs: list[float], k: int, rounds: int) -> dict[tuple[int, ...], float]:
-    """The probability of every vector, from all ways to reach it."""
-    n = len(probs)
-    states = {tuple([0] * n): 1.0}
-    for step in range(rounds + 1):
-        after: dict[tuple[int, ...], float] = {}
-        for x, weight in states.items():
-            size = sum(x)
-            if step == 0:
-                among, given, rest = range(n), probs, [0] * n
-            elif size > k:
-                among = [i for i in range(n) if x[i]]
-                given, rest = scaled([probs[i] for i in among], k), [0] * n
-            else:
-                among = [i for i in range(n) if not x[i]]
-                given, rest = scaled([probs[i] for i in among], k - size), list(x)
-            for drawn in itertools.product((0, 1), repeat=len(among)):
-                y, p = list(rest), weight
-                for i, q, one in zip(among, given, drawn, strict=True):
-                    y[i], p = y[i] + one, p * (q if one else 1 - q)
-                after[tuple(y)] = after.get(tuple(y), 0.0) + p
-        states = after
-    return states
-
-
 @pytest.mark.parametrize(("k", "rounds"), [(1, 3), (2, 0), (2, 1), (3, 3)])
 def test_ncpss_is_iterative_poisson_sampling_with_the_gradient_of_its_probabilities(
     k: int, rounds: int
@@ -671,10 +633,10 @@ def test_ncpss_is_iterative_poisson_sampling_with_the_gradient_of_its_probabilit
     theta = THETA.expand(20_000, -1).clone().requires_grad_()
     x = estimators.ncpss(theta, k, tau=0.8, rounds=rounds, generator=generator())
     probs = scaled((THETA / 0.8).sigmoid().tolist(), k)
-    states = {y: p for y, p in iterative_poisson(probs, k, rounds).items() if p > 1e-3}
-    assert sum(states.values()) > 0.99
-    support = torch.tensor(list(states), dtype=torch.float64)
-    assert_frequencies(x.detach(), support, torch.tensor(list(states.values())).double())
+    law = iterative_poisson_law(probs, k, rounds)
+    likely = law > 1e-3
+    assert law[likely].sum() > 0.99
+    assert_frequencies(x.detach(), vectors(4)[likely], law[likely])
     v = torch.tensor([0.7, -0.3, 1.1, 0.2]).double()
     (got,) = torch.autograd.grad((x * v).sum(), theta)
     theta = THETA.clone().requires_grad_()

@@ -263,25 +263,6 @@ def test_gradients_pass_by_certain_units() -> None:
             assert g[[1, 3]].tolist() == [0, 0]
 
 
-def test_derivatives_of_the_normalizer_are_the_cumulants() -> None:
-    """To third order, by enumeration: mean, covariance, E[(x−π)(x−π)(x−π)]."""
-    n, k = 7, 3
-    theta = (2 * normal(n, seed=5)).requires_grad_()
-    S = subsets.subsets(n, k)
-    p = subsets.conditional_poisson_law(theta, k).detach().exp()
-    (first,) = grad(log_normalizer(theta, k), theta, create_graph=True)
-    pi = p @ S
-    assert_close(first.detach(), pi, 1e-13)
-    assert_close(first.detach(), marginals(theta, k).detach(), 1e-15)
-    u, v = normal(2, n, seed=6)
-    (second,) = grad(first @ u, theta, create_graph=True)
-    centred = S - pi
-    assert_close(second.detach(), torch.einsum("s,si,sj,j->i", p, centred, centred, u), 1e-13)
-    (third,) = grad(second @ v, theta, create_graph=True)
-    want = torch.einsum("s,si,sj,sl,j,l->i", p, centred, centred, centred, u, v)
-    assert_close(third.detach(), want, 1e-13)
-
-
 @each_scale
 def test_gradient_at_size(scale: float) -> None:
     """Cov·v for n = 1000: the covariance from joint inclusion, and a difference of the normalizer."""
@@ -378,17 +359,6 @@ def test_draws_have_k_ones() -> None:
     assert x.shape == (7, 3, 2, 50)
     assert ((x == 0) | (x == 1)).all()
     assert (x.sum(-1) == k).all()
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_distribution_of_draws(k: int) -> None:
-    """Fails at a rate of 1e-6."""
-    theta = 1.5 * normal(5, seed=k)
-    x = sample(theta, k, sample_shape=(100_000,), generator=seeded(k))
-    S = subsets.subsets(5, k)
-    counts = (x @ S.T == k).sum(0)
-    law = subsets.conditional_poisson_law(theta, k).exp()
-    subsets.assert_frequencies(counts.numpy(), law.numpy())
 
 
 @pytest.mark.parametrize("scale, k", [(0.3, 50), (1.0, 40)])

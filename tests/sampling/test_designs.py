@@ -15,8 +15,7 @@ from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 import khot
-from khot._kernels.reference import phantom
-from khot.sampling import _designs, _order, designs, inclusion_probs, joint_inclusion_probs, sample
+from khot.sampling import _designs, designs, inclusion_probs, joint_inclusion_probs, sample
 
 FAILURE = 1e-6  # rate of each statistical test
 NAMES = list(designs)
@@ -94,38 +93,6 @@ def check_sizes(x: torch.Tensor, probs: torch.Tensor) -> None:
     check_counts((size == high).double(), torch.where(low == high, 1.0, total - low))
 
 
-def enumerate_order_sampling(theta: np.ndarray, k: int) -> np.ndarray:
-    """Of the k smallest of logit U − θ: ∫ f_i(t) P(fewer than k of the others are below t) dt."""
-    t = np.linspace(-90 - np.abs(theta).max(), 90 + np.abs(theta).max(), 40_001)
-    below = 1 / (1 + np.exp(-(t[:, None] + theta)))
-    result = []
-    for i in range(len(theta)):
-        count = np.zeros((len(t), len(theta)))
-        count[:, 0] = 1
-        for j in range(len(theta)):
-            if j != i:
-                p = below[:, j : j + 1]
-                count = count * (1 - p) + np.pad(count, ((0, 0), (1, 0)))[:, :-1] * p
-        density = 1 / (2 + 2 * np.cosh(t + theta[i]))
-        result.append(np.trapezoid(density * count[:, :k].sum(1), t))
-    return np.array(result)
-
-
-def enumerate_brewer(probs: list[float], k: int) -> np.ndarray:
-    """Inclusion probabilities, over all orders in which the k units can be drawn."""
-    result = np.zeros(len(probs))
-    for path in itertools.permutations(range(len(probs)), k):
-        chance, left = 1.0, sum(probs)
-        for step, unit in enumerate(path):
-            r = k - step
-            rest = [i for i in range(len(probs)) if i not in path[:step]]
-            weight = {i: probs[i] * (left - probs[i]) / (left - r * probs[i]) for i in rest}
-            chance *= weight[unit] / sum(weight.values())
-            left -= probs[unit]
-        result[list(path)] += chance
-    return result
-
-
 def test_table_lists_every_design() -> None:
     files = {path.stem for path in Path(_designs.__file__).parent.glob("*.py")}
     assert files - {"__init__"} == set(NAMES) - {"random_pivotal"}  # random_pivotal is in pivotal.py
@@ -184,60 +151,6 @@ def test_pareto_bias() -> None:
 
 
 @pytest.mark.parametrize(
-    "n, k, scale", [(2, 1, 1), (2, 1, 9), (5, 2, 1), (8, 3, 3), (8, 7, 3), (12, 6, 6), (9, 1, 12)]
-)
-def test_pareto_inclusion_by_quadrature(n: int, k: int, scale: float) -> None:
-    theta = scale * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n + k))
-    pi, out = _order.inclusion(theta, torch.tensor(float(k), dtype=torch.float64))
-    want = enumerate_order_sampling(theta.numpy(), k)
-    torch.testing.assert_close(pi, torch.from_numpy(want), rtol=1e-9, atol=1e-13)
-    torch.testing.assert_close(out, 1 - pi, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("case", [c for c in PROBS if PROBS[c].shape[-1] <= 60])
-def test_pareto_calibration(case: str) -> None:
-    """The parameters of adjust="exact" have the inclusion probabilities, by the tested quadrature."""
-    probs = phantom.append(PROBS[case], 1e-12)
-    k = phantom.size(probs).double()
-    theta = _order.calibrate(probs, k)
-    pi, out = _order.inclusion(theta, k)
-    torch.testing.assert_close(pi, probs, rtol=1e-4, atol=1e-8)
-    torch.testing.assert_close(out, 1 - probs, rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    "probs, k",
-    [
-        ([0.3, 0.7], 1),
-        ([0.5, 0.3, 0.2], 1),
-        ([0.9, 0.6, 0.5], 2),
-        ([0.1, 0.9, 0.35, 0.25, 0.4], 2),
-        ([0.8, 0.9, 0.35, 0.25, 0.4, 0.3], 3),
-        ([0.8, 0.9, 0.95, 0.65, 0.4, 0.3], 4),
-    ],
-)
-def test_brewer_paths(probs: list[float], k: int) -> None:
-    """The weights give π exactly, and the draws follow them, also for all ordered pairs of the first two
-    units."""
-    np.testing.assert_allclose(enumerate_brewer(probs, k), probs, atol=1e-12)
-    check_counts(draws(float64(probs), "brewer", 100_000), float64(probs))
-
-
-def test_brewer_pairs() -> None:
-    """Sets of two, by enumeration of both orders."""
-    probs = [0.1, 0.9, 0.35, 0.25, 0.4]
-    want = np.zeros((5, 5))
-    for i, j in itertools.permutations(range(5), 2):
-        weight = [p * (2 - p) / (2 - 2 * p) for p in probs]
-        first = weight[i] / sum(weight)
-        second = {u: probs[u] for u in range(5) if u != i}  # (D − π)/(D − rπ) is 1 where r = 1
-        want[min(i, j), max(i, j)] += first * second[j] / sum(second.values())
-    x = draws(float64(probs), "brewer", 200_000)
-    for i, j in itertools.combinations(range(5), 2):
-        check_counts((x[:, i] * x[:, j])[:, None], float64([want[i, j]]))
-
-
-@pytest.mark.parametrize(
     "case", ["n=3", "n=5, not an integer", "n=9, ends mixed", "n=12, steep", "n=20", "batch"]
 )
 @pytest.mark.parametrize("design", JOINT)
@@ -258,13 +171,6 @@ def test_joint_sums(design: str) -> None:
     probs = torch.stack([random_probs(30, 8, s, 1) for s in (0.1, 1, 5)])
     want = 8 * inclusion_probs(probs, design)
     torch.testing.assert_close(joint_inclusion_probs(probs, design).sum(-1), want, atol=1e-8, rtol=0)
-
-
-def test_joint_of_systematic_by_hand() -> None:
-    # intervals [0, .6), [.6, 1), [1, 1.3), [1.3, 2): the third lies on the first, the fourth on both
-    joint = joint_inclusion_probs(float64([0.6, 0.4, 0.3, 0.7]), "systematic")
-    want = float64([0.6, 0, 0.3, 0.3], [0, 0.4, 0, 0.4], [0.3, 0, 0.3, 0], [0.3, 0.4, 0, 0.7])
-    torch.testing.assert_close(joint, want)
 
 
 @pytest.mark.parametrize("design", ["pivotal", "random_pivotal"])
