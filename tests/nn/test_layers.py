@@ -146,6 +146,11 @@ LAYERS = [
         lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, hard=True, batch=True, **kw),
         (scores(2, 7, 5),),
     ),
+    Layer(
+        "TopKSAE-transcoder",
+        lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, out_features=4, skip=True, **kw),
+        (scores(2, 7, 5),),
+    ),
     Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),
     *(
         Layer(

@@ -34,6 +34,7 @@ NOT_SUPPORTED: dict[tuple[str, str, bool], str] = {
     ("TopKSAE", "vmap", True): IN_PLACE,
     ("TopKSAE-hard", "vmap", True): IN_PLACE,
     ("TopKSAE-batch", "vmap", True): IN_PLACE,
+    ("TopKSAE-transcoder", "vmap", True): IN_PLACE,
     ("TopKSAE-annealed", "vmap", True): IN_PLACE,
     ("TopKSAE-batch-annealed", "vmap", True): IN_PLACE,
     # in train mode it counts the tokens

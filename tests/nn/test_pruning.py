@@ -144,21 +144,6 @@ def test_one_selection_a_forward_pass(selections: mock.Mock) -> None:
     assert selections.call_count == 2
 
 
-def test_a_train_step_is_that_of_the_function_by_hand() -> None:
-    model, x = pruned(), scores(4, 6)
-    w = [model[i].parametrizations.weight.original.detach().clone().requires_grad_() for i in (0, 2)]
-    b = [model[i].bias.detach().clone().requires_grad_() for i in (0, 2)]
-    ours = torch.optim.Adam(model.parameters(), lr=0.05)
-    theirs = torch.optim.Adam([w[0], b[0], w[1], b[1]], lr=0.05)
-    for _ in range(5):
-        for optimizer, loss in ((ours, model(x)), (theirs, by_hand(x, w, b, 18, 0.8))):
-            optimizer.zero_grad()
-            (loss - 1).square().sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(model[0].parametrizations.weight.original, w[0])
-    torch.testing.assert_close(model[2].parametrizations.weight.original, w[1])
-
-
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])
 def test_parts_that_were_not_asked_for_are_never_stale(order: tuple[int, int]) -> None:
     model = pruned()

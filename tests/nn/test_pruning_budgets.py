@@ -93,33 +93,6 @@ def test_parameters_at_a_bound_are_selected_by_themselves(p: float) -> None:
     assert (model.eval()[1].weight != 0).sum() == 3
 
 
-def test_gradients_and_tracing() -> None:
-    weights = tensors(SCALES["apart"])
-    model = model_of(weights, 0.5, tau=0.4, min_share=0.2, max_share=0.8)
-    names = [f"{i}.parametrizations.weight.original" for i in range(3)]
-
-    def outputs(*values: Tensor) -> tuple[Tensor, ...]:
-        class Whole(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = model
-
-            def forward(self) -> tuple[Tensor, ...]:
-                return tuple(layer.weight for layer in self.layers)
-
-        given = {f"layers.{name}": value for name, value in zip(names, values, strict=True)}
-        return torch.func.functional_call(Whole(), given, ())
-
-    inputs = tuple(w.clone().requires_grad_() for w in weights)
-    assert torch.autograd.gradcheck(outputs, inputs, fast_mode=True)
-    torch.compiler.reset()
-    x = torch.ones(4, 5, dtype=torch.float64)
-    for training in (True, False):
-        layer = model.train(training)[2]
-        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-        torch.testing.assert_close(got, layer(x))
-
-
 def test_amounts_that_are_annealed_or_learned() -> None:
     weights = tensors(SCALES["one small"])
     amount = Anneal(0.3, 0.6, steps=2)
@@ -133,20 +106,6 @@ def test_amounts_that_are_annealed_or_learned() -> None:
     infeasible[0].parametrizations.weight[0].amount.step()
     with pytest.raises(ValueError, match="amount must keep 6 to 23 of the 23 entries"):
         infeasible[0].weight  # noqa: B018
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_precisions(dtype: torch.dtype) -> None:
-    weights = [w.to(dtype) for w in tensors(SCALES["one small"])]
-    model = model_of(weights, 0.5, min_share=0.25, max_share=0.75)
-    total = sum(layer.weight.square().sum() for layer in model)
-    total.backward()
-    for layer in model:
-        learned = layer.parametrizations.weight.original
-        assert learned.grad.dtype == dtype and learned.grad.isfinite().all()
-    kept = [int((layer.weight != 0).sum()) for layer in model.eval()]
-    assert sum(kept) == 23 - round(0.5 * 23)
-    assert all(low <= c <= high for c, (low, high) in zip(kept, bounds(weights, 0.25, 0.75), strict=True))
 
 
 def test_refuses_shares_that_cannot_be_kept() -> None:
@@ -204,27 +163,6 @@ def test_n_of_every_m(make: Any, dim: int, n: int, m: int) -> None:
     kept = layer.weight.detach().clone()
     assert make_permanent(layer) is layer
     assert torch.equal(layer.weight, kept) and layer.weight is learned
-
-
-def test_n_m_learns_which_entries_to_keep() -> None:
-    """Two of four inputs matter, and they start with the smallest weights."""
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 1, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[0.5, 0.3, 0.45, 0.25]]))
-    tau = Anneal(2.0, 0.01, steps=300)
-    prune_n_m(layer, "weight", tau=tau)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
-    for _ in range(300):
-        x = torch.randn(64, 4)
-        loss = (layer(x).squeeze(-1) - x[:, 1] + x[:, 3]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        tau.step()
-    torch.testing.assert_close(
-        layer.eval().weight.detach(), torch.tensor([[0.0, 1.0, 0.0, -1.0]]), rtol=0, atol=0.02
-    )
 
 
 def test_n_m_refuses() -> None:

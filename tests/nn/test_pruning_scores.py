@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import khot
-from khot.nn import Anneal, make_permanent, prune_global
+from khot.nn import make_permanent, prune_global
 
 
 def layers(**options: Any) -> nn.Sequential:
@@ -126,28 +125,6 @@ def test_scores_of_half_precision_weights_are_kept_in_single() -> None:
     assert {score.dtype for score in scores(model)} == {torch.float32}
     model(torch.randn(2, 6, dtype=torch.bfloat16)).sum().backward()
     assert model[0].weight.dtype == torch.bfloat16  # type: ignore[union-attr]
-
-
-def test_finds_the_inputs_that_count_although_their_weights_are_small() -> None:
-    """Eight of forty inputs count, of which the weights begin small; magnitude prunes them first."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(512, 40, generator=generator)
-    target = x[:, :8].sum(1, keepdim=True)
-    kept = {}
-    for by in ("magnitude", "score"):
-        torch.manual_seed(0)
-        layer = nn.Linear(40, 1, bias=False)
-        with torch.no_grad():
-            layer.weight[:, 8:].mul_(20)
-        tau, amount = Anneal(1.0, 0.01, 60), Anneal(0.0, 0.8, 60)
-        prune_global([(layer, "weight")], amount, tau=tau, by=by)  # type: ignore[arg-type]
-        optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
-        for _ in range(60):
-            optimizer.zero_grad()
-            F.mse_loss(layer(x), target).backward()
-            optimizer.step(), tau.step(), amount.step()
-        kept[by] = int((layer.eval().weight[0, :8] != 0).sum())  # type: ignore[index]
-    assert kept["score"] == 8 > kept["magnitude"]
 
 
 def test_refuses() -> None:

@@ -81,47 +81,6 @@ def test_the_call_names_exactly_what_gets_no_gradient(seed: int) -> None:
     assert all(cure in message for cure in ("by='score'", "min_share", "khot.nn.Anneal(0.0,"))
 
 
-class LoRA(nn.Module):
-    def __init__(self, n: int, r: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(n, n).requires_grad_(False)
-        self.lora_A, self.lora_B = nn.Linear(n, r, bias=False), nn.Linear(r, n, bias=False)
-        nn.init.zeros_(self.lora_B.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.lora_B(self.lora_A(x))
-
-
-CURES: dict[str, dict[str, Any]] = {
-    "score": {"by": "score", "tau": Anneal(1.0, 0.01, 100)},
-    "min_share": {"min_share": 0.2},
-    "growing": {},
-}
-
-
-@pytest.mark.parametrize("cure", [None, *CURES])
-def test_an_adapter_learns_by_what_the_message_advises(cure: str | None) -> None:
-    torch.manual_seed(0)
-    layer, x = LoRA(12, 3), torch.randn(64, 12)
-    want = layer.base(x) + x @ torch.randn(12, 12)
-    amount = 0.5 if cure != "growing" else Anneal(0.0, 0.5, 100)
-    parameters = [(layer.lora_A, "weight"), (layer.lora_B, "weight")]
-    messages = said(parameters, amount, **({} if cure is None else CURES[cure]))
-    assert len(messages) == (cure is None)
-    optimizer = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=0.02)
-    losses = []
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = (layer(x) - want).square().mean()
-        loss.backward()
-        optimizer.step()
-        for module in layer.modules():
-            if isinstance(module, Anneal):
-                module.step()
-        losses.append(loss.item())
-    assert (losses[-1] < 0.9 * losses[0]) == (cure is not None)
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_zero_biases_beside_weights(mode: str) -> None:
     """Many models are loaded in eval mode, pruned, and trained then."""

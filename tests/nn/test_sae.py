@@ -88,19 +88,6 @@ def test_straight_through_is_hard_forward_and_soft_backward() -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("k", [1, 2.5, 3, 12])
-def test_by_default_training_is_the_hard_code_and_its_gradient(k: float, batch: bool) -> None:
-    sae, x = make(k, tau=None, batch=batch), scores(2, 7, 5).requires_grad_()
-    assert sae(x).equal(sae.eval()(x)) and sae.encode(x).equal(sae.train().encode(x))
-    got = torch.autograd.grad((sae(x) - x).square().sum(), [x, *sae.parameters()])
-    a = activations(sae, x)
-    rows, size = (a.flatten(), k * 14) if batch else (a, k)
-    chosen = khot.topk_mask(rows.detach(), size).view(a.shape)
-    out = (chosen * a.clamp(min=0)) @ sae.decoder + sae.bias
-    torch.testing.assert_close(got, torch.autograd.grad((out - x).square().sum(), [x, *sae.parameters()]))
-
-
-@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("tau", [None, 0.2])
 @pytest.mark.parametrize("k", [1, 2, 3, 9.6, 12])
 def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, batch: bool) -> None:
@@ -429,30 +416,6 @@ def test_a_refined_code_is_selected_again_from_what_is_left(
     torch.testing.assert_close(torch.compile(sae, backend="eager", fullgraph=True)(x), sae(x))
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": True}, {"tau": 0.2}], ids=str)
-def test_a_signed_code_of_the_opposite_is_the_opposite(options: dict[str, object]) -> None:
-    """Without biases; an ordinary code of the opposite has other latents."""
-    sae = make(**{"tau": None, "signed": True, "revive": None} | options)  # type: ignore[arg-type]
-    with torch.no_grad():
-        sae.encoder_bias.zero_()
-        sae.shift.zero_()
-    x = scores(7, 5)
-    for mode in (sae.train(), sae.eval()):
-        code = mode.encode(x)
-        assert (code < 0).any() and (code > 0).any()
-        torch.testing.assert_close(mode.encode(-x), -code)
-        torch.testing.assert_close(mode(-x), -mode(x))
-        torch.testing.assert_close(sae.loss(-x), sae.loss(x))
-
-
-def test_batch_gives_inputs_what_they_need() -> None:
-    torch.manual_seed(0)
-    sae = TopKSAE(5, 12, 3, batch=True, dtype=torch.float64).eval()
-    x = torch.stack([0.01 * scores(5), scores(5)])
-    used = (sae.encode(x) != 0).sum(-1)
-    assert used.sum() <= 6 and used[1] > used[0]
-
-
 CALLS = {
     "encode": TopKSAE.encode,
     "forward": TopKSAE.__call__,
@@ -594,16 +557,6 @@ def test_the_threshold_works_when_compiled_and_exported(training: bool, steps: i
     torch.testing.assert_close(compiled.threshold, eager.threshold)
 
 
-def test_gradients_of_the_sparse_decode_are_those_of_the_dense_one() -> None:
-    x, grads = scores(7, 5), []
-    for sparse in (True, False):
-        sae = make().eval()
-        out = sae(x) if sparse else sae.decode(sae.encode(x))
-        (out - x).square().sum().backward()
-        grads.append([p.grad for p in sae.parameters()])
-    torch.testing.assert_close(*grads)
-
-
 @pytest.mark.parametrize("batch", [False, True])
 def test_idle_counts_the_inputs_since_a_latent_was_used(batch: bool) -> None:
     sae, idle = make(batch=batch), torch.zeros(12, dtype=torch.int64)
@@ -659,17 +612,6 @@ def test_the_bias_is_the_mean_of_the_first_training_batch(options: dict[str, obj
         torch.testing.assert_close(layer.mean, mean)
     sae.reset_parameters()
     assert not sae.centred and (sae.mean == 0).all()
-
-
-@pytest.mark.parametrize("options", [{}, {"batch": True}], ids=str)
-def test_the_first_mean_when_compiled(options: dict[str, object]) -> None:
-    torch.compiler.reset()
-    eager, compiled = (make(tau=None, centre=True, **options) for _ in range(2))
-    loss = torch.compile(compiled.loss, backend="aot_eager", fullgraph=True)
-    for seed in range(3):
-        x = scores(7, 5, seed=seed) + 3
-        torch.testing.assert_close(loss(x), eager.loss(x))
-        torch.testing.assert_close(dict(compiled.named_buffers()), dict(eager.named_buffers()))
 
 
 def test_the_first_mean_is_not_asked_for_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
