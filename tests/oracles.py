@@ -26,14 +26,12 @@ __all__ = [
     "MpCdf",
     "adversarial_ks",
     "exp_pav",
-    "k_support",
     "k_support_mp",
     "magnitude_pav",
     "mask_pav",
     "mp",
     "permutahedron",
     "power",
-    "relaxed_sum",
     "relaxed_sum_pav",
     "signed_pav",
     "sinkhorn_topk",
@@ -590,30 +588,6 @@ def soft_budget_grad(
 # ----------------------------------------------------------------------------- convex programmes
 
 
-def _cvxpy() -> Any:
-    """The package, which takes a second to import. Tests that need it are skipped where it is missing: `make
-    test` does not install it."""
-    import pytest
-
-    return pytest.importorskip("cvxpy")
-
-
-def _solve_convex(objective: Any, constraints: Sequence[Any], y: Any) -> np.ndarray:
-    cvxpy = _cvxpy()
-    problem = cvxpy.Problem(objective, list(constraints))
-    tight = {"tol_gap_abs": 1e-10, "tol_gap_rel": 1e-10, "tol_feas": 1e-10}
-    problem.solve(solver=cvxpy.CLARABEL, **tight)
-    return np.asarray(y.value, dtype=np.float64)
-
-
-def _power_sum(y: Any, p: float) -> tuple[Any, list[Any]]:
-    """sum |y_i|^p with its cones; cvxpy.power would replace p by a fraction, and warn."""
-    cp = _cvxpy()
-
-    bound = cp.Variable(y.shape)
-    return cp.sum(bound), [cp.PowCone3D(bound, np.ones(y.shape), y, 1 / p)]
-
-
 # ----------------------------------------------------------------------------------- isotonic PAV
 
 
@@ -705,45 +679,6 @@ def exp_pav(x: Row, k: float, tau: float, p: float) -> np.ndarray:
     y = np.empty(len(row))
     y[order] = _floats(_pav(row[order], _place_weights(len(row), k), tau, p, phi_slope))
     return y
-
-
-def relaxed_sum(x: Row, k: int, tau: float, p: float, phi: str) -> tuple[float, np.ndarray]:
-    """min over u of R*(x - u) + the sum of the k largest phi(u_i), by cvxpy, and the y of Proposition 2."""
-    cp = _cvxpy()
-
-    row, q = _float64(x), p / (p - 1)
-    u = cp.Variable(len(row))
-    inside = {
-        "identity": u,
-        "abs": cp.abs(u),
-        "square": cp.square(u) / 2,
-        "exp": cp.exp(u - 1),
-    }[phi]
-    power_sum, cones = _power_sum((row - u) / tau, q)
-    objective = cp.Minimize(tau / q * power_sum + cp.sum_largest(inside, k))
-    d = row - _solve_convex(objective, cones, u)
-    return float(objective.value), np.sign(d) * (np.abs(d) / tau) ** (q - 1)
-
-
-def k_support(y: Row, k: int, phi: str) -> float:
-    """min over z in the capped simplex, by cvxpy: the square root of sum y_i^2 / z_i for phi "square", or
-    sum y_i log(y_i / z_i) for "exp"."""
-    cp = _cvxpy()
-
-    row = _float64(y)
-    size = np.abs(row).max()
-    z = cp.Variable(len(row))
-    domain = [z >= 0, z <= 1, cp.sum(z) == k]
-    used = [i for i in range(len(row)) if row[i] != 0]
-    if phi == "square":
-        terms = [cp.quad_over_lin(row[i] / size, z[i]) for i in used]
-    else:
-        terms = [cp.rel_entr(row[i] / size, z[i]) for i in used]
-    problem = cp.Problem(cp.Minimize(sum(terms)), domain)
-    problem.solve()
-    if phi == "square":
-        return float(size * math.sqrt(problem.value))
-    return float(size * (problem.value + row.sum() / size * math.log(size)))
 
 
 def relaxed_sum_pav(x: Row, k: float, tau: float, p: float, phi: str) -> float:

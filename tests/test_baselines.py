@@ -255,45 +255,6 @@ def test_sorted_sinkhorn_agrees_with_khot_once_converged(k: int, epsilon: float)
         assert_close(a, b, 1e-9)
 
 
-def by_algorithm_3(row: Tensor, k: int, epsilon: float, iterations: int, grad: Tensor) -> tuple[Any, Any]:
-    """The plan and dL/dx of one row: H is inverted as a whole, and the duals' derivatives are formed."""
-    x, anchors, n = row.numpy(), np.arange(k, -1.0, -1.0), len(row)
-    cost = (x[:, None] - anchors) ** 2
-    unit = cost.max()
-    mu, nu = np.full(n, 1 / n), np.array([1.0] * k + [n - k]) / n
-    kernel, q = np.exp(-cost / unit / epsilon), np.ones(k + 1) / (k + 1)
-    for _ in range(iterations):
-        p = mu / (kernel @ q)
-        q = nu / (kernel.T @ p)
-    plan = p[:, None] * kernel * q
-    bar = plan[:, :-1]
-    H = -np.block([[np.diag(mu), bar], [bar.T, np.diag(nu[:-1])]]) / epsilon
-    D = np.zeros((n + k, n, k + 1))
-    for i in range(n):
-        D[i, i] = plan[i] / epsilon
-        for j in range(k):
-            D[n + j, i, j] = plan[i, j] / epsilon
-    duals = -np.tensordot(np.linalg.inv(H), D, 1)
-    xi, zeta = duals[:n], np.concatenate((duals[n:], np.zeros((1, n, k + 1))))
-    slope = np.zeros((n, k + 1, n, k + 1))  # of Γ_hl in C_ij
-    for h in range(n):
-        for m in range(k + 1):
-            slope[h, m] = plan[h, m] * (xi[h] + zeta[m]) / epsilon
-            slope[h, m, h, m] -= plan[h, m] / epsilon
-    by_cost = np.tensordot(n * grad.numpy().T, slope[:, :k], ([0, 1], [0, 1]))
-    return n * bar.T, (by_cost * 2 * (x[:, None] - anchors)).sum(-1) / unit
-
-
-@pytest.mark.parametrize(("k", "iterations"), [(1, 200), (2, 3), (2, 200), (4, 5), (4, 200)])
-def test_sorted_sinkhorn_is_algorithm_3(k: int, iterations: int) -> None:
-    x, grad = scores(6, seed=4).requires_grad_(), scores(k, 6, seed=5)
-    y = baselines.sorted_sinkhorn_topk(x, k, epsilon=0.1, iterations=iterations)
-    (got,) = torch.autograd.grad(y, x, grad)
-    plan, want = by_algorithm_3(x.detach(), k, 0.1, iterations, grad)
-    assert_close(y.detach(), torch.from_numpy(plan), 1e-12)
-    assert_close(got, torch.from_numpy(want), 1e-9)
-
-
 def by_loops(name: str, row: Tensor, tau: float) -> Tensor:
     x, n, P = row.tolist(), len(row), []
     for i, s in enumerate(sorted(x, reverse=True), 1):
@@ -465,40 +426,6 @@ def test_an_infinite_score_makes_the_batch_of_sinkhorn_even() -> None:
     assert khot.ot_topk(x, 2, normalize=True)[[0, 2]].isfinite().all()
 
 
-def test_sinkhorn_stopped_early_has_another_gradient() -> None:
-    def function(x: Tensor) -> Tensor:
-        return baselines.sinkhorn_topk(with_largest_cost_held(x), 2, iterations=2)
-
-    assert not torch.autograd.gradcheck(function, (scores().requires_grad_(),), raise_exception=False)
-
-
 def test_sinkhorn_ignores_the_gradient_of_the_maximum() -> None:
     x = torch.tensor([[3.0, 1.0, 0.2]], dtype=torch.float64, requires_grad=True)
     assert not torch.autograd.gradcheck(lambda x: baselines.sinkhorn_topk(x, 1), (x,), raise_exception=False)
-
-
-@pytest.mark.parametrize("name", ["neuralsort", "softsort", "sorted_sinkhorn"])
-def test_memory_for_the_gradient(name: str) -> None:
-    """SoftSort's and the transport's top-k need O(nk), NeuralSort's O(n²)."""
-    from test_counting import PeakMemory
-
-    n, k = 2000, 3
-    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with PeakMemory() as memory:
-        if name == "sorted_sinkhorn":
-            baselines.sorted_sinkhorn_topk(x, k, iterations=10).square().sum().backward()
-        else:
-            CALLS[name](x, k).square().sum().backward()
-    square = 4 * n * n
-    assert memory.peak > square if name == "neuralsort" else memory.peak < square / 20
-
-
-def test_sorted_sinkhorn_has_no_useful_gradient_for_all_places() -> None:
-    x = scores(5).requires_grad_()
-    held = torch.full_like(x[None], 9)
-    y = baselines.sorted_sinkhorn_topk(torch.cat((x[None], held)), 5, iterations=2000)[0]
-    (grad,) = torch.autograd.grad(y[0, 0], x)
-    exact = khot.sorted_soft_topk(x, 5, epsilon=0.1 * 81)
-    (want,) = torch.autograd.grad(exact[0, 0], x)
-    assert_close(y, exact, 1e-6)
-    assert not torch.allclose(grad, want, rtol=1e-3)

@@ -204,19 +204,6 @@ def test_targets_count_by_their_order_only() -> None:
 
 
 @each_of_cdf
-@pytest.mark.parametrize("cdf", ["logistic", "laplace", "uniform"])
-def test_no_order_is_better_than_the_best(name: str, cdf: str) -> None:
-    loss = LOSSES[name]
-    target = loss.targets(300, 7)
-    for tau in (0.01, 1.0, 30.0):
-        value = loss(2 * randn(300, 7), target, tau=tau, cdf=cdf, reduction="none")
-        assert (value >= -1e-12).all() and (value <= (2 if loss.kind == "real" else 1) + 1e-12).all()
-    best = loss(target.double(), target, tau=1e-4, cdf=cdf, k=3) if loss.k else None
-    if name in ("ndcg_loss at k", "recall_at_k_loss", "hit_at_k_loss"):
-        assert best is not None and best < loss(-target.double(), target, tau=1e-4, cdf=cdf)
-
-
-@each_of_cdf
 def test_a_hundred_thousand_entries(name: str) -> None:
     loss, n = LOSSES[name], 100_000
     x, target = randn(n).float().requires_grad_(), loss.targets(n)

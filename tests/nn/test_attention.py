@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fresh
 import khot
 import oracles
 from khot.nn import TopKAttention, attention, selected_attention, topk_attention
+from largest import Largest
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -176,18 +176,6 @@ def test_parts_change_nothing(options: dict[str, Any], monkeypatch: pytest.Monke
     assert len(results[0]) == len(results[1]) > 4
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-
-
-class Largest(TorchDispatchMode):
-    """The entries of the largest tensor that there was."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            self.numel = max(self.numel, t.numel() if isinstance(t, Tensor) else 0)
-        return out
 
 
 def test_no_tensor_has_an_entry_for_each_pair(small_parts: None) -> None:

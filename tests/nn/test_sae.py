@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
 from khot._core import arguments
 from khot._ops import selected
 from khot.nn import Anneal, TopKSAE
+from largest import Largest
 
 
 def scores(*shape: int, seed: int = 0) -> Tensor:
@@ -265,27 +265,14 @@ def test_calls_count_only_their_own_latents_and_only_in_training(options: dict[s
         assert sae.idle.equal(idle)
 
 
-class _Largest(TorchDispatchMode):
-    """The size of the largest tensor that was made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor):
-                self.size = max(self.size, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("idle", [0, 50])
 def test_no_pre_activations_of_all_inputs_are_made(idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected, "ROWS_OF_NARROW", 16)
     sae = TopKSAE(5, 4096, 8, widths=[100])
     sae.idle[:idle] = 10**6
-    with _Largest() as largest:
+    with Largest() as largest:
         sae.loss(scores(64, 5).float()).backward()
-    assert largest.size <= 4096 * 16
+    assert largest.numel <= 4096 * 16
     sae.raw_encoder.grad = None
     assert sae.eval().top(scores(64, 5).float())[0].shape == (64, 8)
 
@@ -295,9 +282,9 @@ def test_a_batch_that_selects_together_makes_none_either(call: str, monkeypatch:
     monkeypatch.setattr(selected, "ROWS_OF_NARROW", 16)
     sae = TopKSAE(5, 4096, 8, batch=True)
     sae.idle[:50] = 10**6
-    with _Largest() as largest:
+    with Largest() as largest:
         getattr(sae, call)(scores(64, 5).float()).square().mean().backward()
-    assert largest.size <= 4096 * 16
+    assert largest.numel <= 4096 * 16
 
 
 @pytest.mark.parametrize(
