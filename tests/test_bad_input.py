@@ -8,7 +8,6 @@ NaN under torch.compile. Unusual input (±inf, NaN, ends of k, empty tensors) ha
 from __future__ import annotations
 
 import math
-import numbers
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from khot._core.names import OTHER_NAMES
 from operators import FIRST, Operator
 
 INF, NAN = math.inf, math.nan
-HUGE_INT = 10**400  # no float
-
 
 OPERATORS = [op for op in FIRST if op.arguments.family]
 
@@ -279,28 +276,23 @@ def test_ot_topk_of_the_least_epsilon(epsilon: Any) -> None:
 GOOD_VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.25, -2.5, 0.1, 17.0]
 ODD_VALUES = [INF, -INF, NAN, 1e308, -1e308, 5e-324, 1e-40, 1e4, -1e4, 1e30, -1e30]
 SHAPES = [(), (1,), (3,), (5,), (9,), (2, 4), (3, 1), (1, 6), (2, 2, 3), (0,), (0, 4), (2, 0)]
-DTYPES = [torch.float64] * 6 + [torch.float32] * 6 + [torch.bfloat16, torch.float16] * 2
-BAD_DTYPES = [torch.int64, torch.uint8, torch.bool, torch.complex128]
-ODD_SCALARS = [None, "2", True, 2j, [1.0], np.int64(1), np.float32(1), np.float64(1), HUGE_INT]
+DTYPES = [torch.float64] * 3 + [torch.float32] * 3 + [torch.bfloat16, torch.float16]
 
 
 def odds(draw: Any, one_in: int) -> bool:
     return draw(st.integers(1, one_in)) == 1
 
 
-def draw_scalar(draw: Any, batch: tuple[int, ...], good: list[float], bad: list[float]) -> Any:
-    """A number or a tensor, which is mostly valid."""
-    if odds(draw, 40):
-        return draw(st.sampled_from(ODD_SCALARS))
-    value = st.sampled_from(bad) if odds(draw, 30) else st.sampled_from(good)
+def draw_scalar(draw: Any, batch: tuple[int, ...], good: list[float]) -> Any:
+    """A number, or a tensor that broadcasts with the rows."""
+    value = st.sampled_from(good)
     if not odds(draw, 3):
         return draw(value)
-    dtype = draw(st.sampled_from([torch.float64] * 4 + [torch.float32, torch.int64, torch.bool]))
-    shapes = [(), batch, (1,) * len(batch)] if not odds(draw, 10) else [(2,), (*batch, 1), (7, 7)]
-    shape = draw(st.sampled_from(shapes))
-    values = [draw(value) for _ in range(math.prod(shape))]
-    tensor = f64(values).reshape(shape)
-    return tensor if dtype == torch.int64 and not tensor.isfinite().all() else tensor.to(dtype)
+    dtype = draw(st.sampled_from([torch.float64] * 4 + [torch.float32, torch.int64]))
+    shape = draw(st.sampled_from([(), batch, (1,) * len(batch)]))
+    tensor = f64([draw(value) for _ in range(math.prod(shape))]).reshape(shape)
+    whole = bool((tensor == tensor.floor()).all()) and bool((tensor.abs() < 100).all())
+    return tensor.to(dtype) if whole or dtype == torch.float64 else tensor
 
 
 @dataclass
@@ -308,92 +300,53 @@ class Call:
     op: Operator
     x: Tensor
     k: Any
-    dim: Any
+    dim: int
     options: dict[str, Any]
 
 
 @st.composite
 def calls(draw: Any) -> Call:
+    """What the documentation allows; test_hostile.py has what it does not."""
     op = draw(st.sampled_from(OPERATORS))
     shape = draw(st.sampled_from(SHAPES))
-    dtype = draw(st.sampled_from(BAD_DTYPES if odds(draw, 25) else DTYPES))
+    dtype = draw(st.sampled_from(DTYPES))
     pool = st.sampled_from(GOOD_VALUES if not odds(draw, 3) else GOOD_VALUES + ODD_VALUES)
     x = f64([draw(pool) for _ in range(math.prod(shape))]).reshape(shape)
-    if dtype in (torch.float32, torch.bfloat16, torch.float16):  # a large number stays finite
+    if dtype != torch.float64:  # a large number stays finite
         x = torch.where(x.isfinite(), x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max), x)
-    x = x.to(dtype) if dtype.is_floating_point else x.nan_to_num(0, 0, 0).clamp(0, 100).to(dtype)
     ndim = max(1, len(shape))
-    known = not odds(draw, 25)
-    dim = draw(st.integers(-ndim, ndim - 1) if known else st.sampled_from([ndim, -ndim - 1, True, 1.0, None]))
-    axis = dim % ndim if known else -1
-    batch = tuple(s for i, s in enumerate(shape) if i != axis % ndim)
-    n = (shape or (1,))[axis]
+    dim = draw(st.integers(-ndim, ndim - 1))
+    batch = tuple(s for i, s in enumerate(shape) if i != dim % ndim)
+    call = Call(op, x.to(dtype), 0, dim, {})
+    if op.has_mask and odds(draw, 3):
+        masked = draw(st.sampled_from([shape, shape, shape[-1:], ()]))
+        p = draw(st.sampled_from([1, 2, 4, 8]))  # one in p is left out; all at p = 1
+        given = [not odds(draw, p) for _ in range(math.prod(masked))]
+        call.options["mask"] = torch.tensor(given, dtype=torch.bool).reshape(masked)
+    if op.arguments.family in ("mask", "log", "hard") and odds(draw, 4):
+        call.options["largest"] = False
+    if op.arguments.family == "mask" and odds(draw, 6):
+        call.options["hard"] = True
+    if op.name in ("soft_topk", "log_soft_topk", "soft_count", "inverse_soft_count"):
+        call.options["cdf"] = draw(st.sampled_from(CDFS))
+    if op.name in ("sparse_topk", "soft_topk_magnitude"):
+        call.options["p"] = draw(st.sampled_from([2.0, 1.5, 1.15, 2, 4 / 3, 1.9, 3.0]))
+    if op.arguments.family == "magnitude" and odds(draw, 3):
+        call.options["rescale"] = True
+    counts = (scores(call) != -INF).sum(-1)
+    n = int(counts.min()) if counts.numel() else 0  # of each row, so many can be selected
     places = [0.0, 1.0, float(n), n / 2, n // 2, n - 0.5, 0.25, 1e-300]
     if op.arguments.family == "magnitude":
         places = [float(round(k)) for k in places]
     good = [k for k in places if 0 <= k <= n]
-    options: dict[str, Any] = {}
     if op.arguments.family == "count":
         good = [0.0, 1.0, -3.5, 1e308, INF, -INF]
-    k = draw_scalar(draw, batch, good, [-1.0, n + 1.0, NAN, INF, -INF, n + 0.5, 0.5])
-    if (
-        op.arguments.family in ("count", "threshold")
-        and isinstance(k, Tensor)
-        and k.dim()
-        and not odds(draw, 6)
-    ):
-        k = k.reshape(-1)[0].reshape((1,) * len(shape)) if k.numel() else k
+    call.k = draw_scalar(draw, batch, good)
+    if op.arguments.family in ("count", "threshold") and isinstance(call.k, Tensor) and call.k.dim():
+        call.k = call.k.reshape(-1)[0].reshape((1,) * len(shape)) if call.k.numel() else call.k
     if op.arguments.tau is not None and not odds(draw, 4):
-        tau = [1.0, 0.1, 10.0, 3.0, 1e-3, 1e-300, 1e300]
-        options["tau"] = draw_scalar(draw, batch, tau, [0.0, -1.0, NAN, INF, -INF, -1e-300])
-    if op.has_mask and odds(draw, 3):
-        masked = draw(st.sampled_from([shape, shape, shape, shape[-1:], shape[-1:], (), (7,), (2, *shape)]))
-        p = draw(st.sampled_from([1, 2, 4, 4, 8, 8]))  # one in p is left out; all at p = 1
-        mask = torch.tensor([not odds(draw, p) for _ in range(math.prod(masked))]).reshape(masked)
-        options["mask"] = draw(st.sampled_from([mask.bool()] * 20 + [mask.float(), mask.tolist()]))
-    if op.arguments.family in ("mask", "log", "hard") and odds(draw, 4):
-        options["largest"] = False
-    if op.arguments.family == "mask" and odds(draw, 6):
-        options["hard"] = True
-    if op.name in ("soft_topk", "log_soft_topk", "soft_count", "inverse_soft_count"):
-        options["cdf"] = draw(st.sampled_from([*CDFS * 4, "gumbel", None]))
-    if op.name in ("sparse_topk", "soft_topk_magnitude"):
-        options["p"] = draw(st.sampled_from([*[2.0, 1.5, 1.15, 2, 4 / 3, 1.9, 3.0] * 4, 1.0, 3.1, NAN, "2"]))
-    if op.arguments.family == "magnitude" and odds(draw, 3):
-        options["rescale"] = True
-    return Call(op, x, k, dim, options)
-
-
-Fault = tuple[type[Exception], str]
-
-
-def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    return len(shape) <= len(target) and all(
-        s in (1, t) for s, t in zip(reversed(shape), reversed(target), strict=False)
-    )
-
-
-def scalar_faults(value: Any, name: str, batch: tuple[int, ...]) -> list[Fault]:
-    """The faults that the type and shape show."""
-    if isinstance(value, Tensor):
-        if value.dtype == torch.bool or value.is_complex():
-            return [(TypeError, name)]
-        return [] if broadcasts(value.shape, batch) else [(ValueError, name)]
-    return [] if isinstance(value, numbers.Real) and not isinstance(value, bool) else [(TypeError, name)]
-
-
-def choice_faults(options: dict[str, Any]) -> list[Fault]:
-    found: list[Fault] = []
-    if options.get("cdf", "logistic") is None:
-        found.append((TypeError, "cdf"))
-    elif options.get("cdf") == "gumbel":
-        found.append((ValueError, "cdf"))
-    p = options.get("p", 2.0)
-    if isinstance(p, str):
-        found.append((TypeError, "p"))
-    elif not 1.15 <= p <= 3:
-        found.append((ValueError, "p"))
-    return found
+        call.options["tau"] = draw_scalar(draw, batch, [1.0, 0.1, 10.0, 3.0, 1e-3, 1e-300, 1e300])
+    return call
 
 
 def scores(call: Call) -> Tensor:
@@ -421,69 +374,6 @@ def values_of(value: Any, s: Tensor, levels_dim: int | None = None) -> Tensor:
         value = value.movedim(levels_dim, -1)
         return value.double().expand(*s.shape[:-1], value.shape[-1])
     return value.double().expand(s.shape[:-1]).unsqueeze(-1)
-
-
-def shape_faults(call: Call, arguments: dict[str, Any]) -> tuple[list[Fault], list[Fault]]:
-    """The faults that types, dtypes and shapes show; and the errors that may be raised instead."""
-    x, must, may = call.x, [], []
-    batch = tuple(x.movedim(call.dim, -1).shape[:-1]) if x.dim() else ()
-    mask = call.options.get("mask")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
-        must.append((TypeError, "mask"))
-    elif mask is not None and not broadcasts(mask.shape, tuple(x.shape)):
-        must.append((ValueError, "mask"))
-    for name, value in arguments.items():
-        if has_levels(name, value, call.x.dim()) and value.dtype != torch.bool:
-            if value.dim() != x.dim() or not broadcasts(value.movedim(call.dim, -1).shape[:-1], batch):
-                must.append((ValueError, name))
-        else:
-            must += scalar_faults(value, name, batch)
-    return must, may
-
-
-def value_faults(call: Call, name: str, value: Any) -> tuple[list[Fault], list[Fault]]:
-    s, number, wrong = scores(call), not isinstance(value, Tensor), [(ValueError, name)]
-    if number and value is HUGE_INT:  # a level may be infinite
-        return ([], wrong) if name == "at" else (wrong, [])
-    v = values_of(value, s, call.dim if has_levels(name, value, call.x.dim()) else None)
-    if name == "at":  # a NaN level in a tensor may also make a NaN count
-        nan = bool(v.isnan().any())
-        return (wrong, []) if number and nan else ([], wrong if nan or not v.numel() else [])
-    if name in ("tau", "epsilon"):
-        bad, bad_number = ~((v > 0) & (v < INF)), number and not 0 < value < INF
-    else:
-        bad = ~((v >= 0) & (v <= (s != -INF).sum(-1, keepdim=True)))
-        bad_number = number and not 0 <= value <= s.shape[-1]
-        if call.op.arguments.family == "magnitude":
-            bad = bad | (v != v.floor())
-            bad_number = bad_number or (number and value != math.floor(value))
-    if bad_number or (bad.any() and s.shape[-1]):
-        return wrong, []
-    # for empty input, the values of a tensor may not be checked
-    return [], wrong if call.x.numel() == 0 and not number else []
-
-
-def faults(call: Call) -> tuple[list[Fault], list[Fault]]:
-    """What must raise, and what may: the model of the documented checks, written from the documentation."""
-    op, x, must = call.op, call.x, choice_faults(call.options)
-    if not x.is_floating_point():
-        must.append((TypeError, "input"))
-    if isinstance(call.dim, bool) or not isinstance(call.dim, int):
-        return [*must, (TypeError, "dim")], []
-    if not -max(1, x.dim()) <= call.dim < max(1, x.dim()):
-        return [*must, (IndexError, "dim")], []
-    arguments = {op.arguments.k: call.k}
-    if op.arguments.tau is not None and "tau" in call.options:
-        arguments[op.arguments.tau] = call.options["tau"]
-    by_shape, may = shape_faults(call, arguments)
-    must += by_shape
-    seen = {name for _, name in by_shape}
-    for name, value in arguments.items():
-        if x.is_floating_point() and not seen & {name, "mask"}:
-            more, perhaps = value_faults(call, name, value)
-            must += more
-            may += perhaps
-    return must, may
 
 
 def assert_answer(call: Call, y: Tensor) -> None:
@@ -543,18 +433,8 @@ def assert_row(call: Call, s: Tensor, k: float, y: Tensor) -> None:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(calls())
-def test_any_call_ends_in_its_exception_or_a_valid_answer(call: Call) -> None:
-    must, may = faults(call)
-    try:
-        y = call.op.plain(call.x, call.k, call.dim, **call.options)
-    except (ValueError, TypeError, IndexError) as error:
-        got = type(error), str(error).split(" ")[0]
-        if got not in [*must, *may]:
-            raise
-    else:
-        assert not must
-        if not may:
-            assert_answer(call, y)
+def test_any_good_call_has_a_valid_answer(call: Call) -> None:
+    assert_answer(call, call.op.plain(call.x, call.k, call.dim, **call.options))
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,8 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "cost": ("int64",),
     "budget": ("int64",),
 }
+# Where a number that is refused is refused in a tensor, too.
+IN_TENSORS = ("count", "positive", "quantile", "budget")
 HUGE = 10**400  # no float
 NOT_NUMBERS: tuple[Any, ...] = ("2", None, [2], [1.0], (2,), True, 2j, math.nan, object())
 NOT_NAMES: tuple[Any, ...] = (["x"], 3, None, "x", ("pareto",), torch.ones(2), 1j)
@@ -540,6 +542,7 @@ ROWS: dict[str, Row] = {
         {**ATTENDED, "top_k": 2.0, "candidates": 4},
         {"value": "scores", "candidates": "size"},
         candidates=(None,),
+        top_k=("tensor",),  # more than candidates count as all of them
     ),
     "khot.nn.topk_attention gap": of(
         partial(khot.nn.topk_attention, hard=True),
@@ -634,7 +637,17 @@ def as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value))
 
 
-def tensor_cases() -> Iterator[Any]:
+def by_row(cases: Iterable[tuple[str, Any]]) -> pytest.MarkDecorator:
+    """One test for all cases of a row, because thousands of tests cost more than what they do."""
+    grouped: dict[str, list[Any]] = {}
+    for name, case in cases:
+        grouped.setdefault(name, []).append(case)
+    params = [pytest.param(ROWS[name], found, id=name) for name, found in grouped.items()]
+    return pytest.mark.parametrize("row, cases", params)
+
+
+def tensor_cases() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Pairs of an argument and a kind of tensor."""
     for name, row in ROWS.items():
         for argument, good in row.good.items():
             allowed = TENSORS.get(role(row, argument))
@@ -645,40 +658,32 @@ def tensor_cases() -> Iterator[Any]:
                 names = parameters(row)
                 if "offsets" in names and argument == next(iter(names)):  # rows of different lengths
                     kinds.remove("jagged")
-                yield pytest.param(row, argument, kinds, id=f"{name}-{argument}")
+                yield from ((name, (argument, kind)) for kind in kinds)
 
 
-def meta_cases() -> Iterator[Any]:
+def meta_cases() -> Iterator[tuple[str, str]]:
     for name, row in ROWS.items():
         for argument, good in row.good.items():
             is_tensor = not inspect.isclass(row.call) or isinstance(good, Tensor)
             what = role(row, argument)
-            if (
-                what in TENSORS
-                and what != "scores"
-                and is_tensor
-                and "meta" not in row.fine.get(argument, ())
-            ):
-                yield pytest.param(row, argument, id=f"{name}-{argument}")
+            fine = row.fine.get(argument, ())
+            if what in TENSORS and what != "scores" and is_tensor and "meta" not in fine:
+                yield name, argument
 
 
-def scalar_cases() -> Iterator[Any]:
+def scalar_cases() -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Pairs of an argument and a value."""
     for name, row in ROWS.items():
         for argument in row.good:
             fine = [*row.fine.get(argument, ()), *((None,) if takes_none(row, argument) else ())]
             if row.call not in OF_OPERATORS:
                 fine.append(HUGE)
-            values = [
-                value
-                for value in SCALARS.get(role(row, argument), ())
-                if not any(value is v or (isinstance(value, (int, float)) and value == v) for v in fine)
-            ]
-            if values:
-                yield pytest.param(row, argument, values, id=f"{name}-{argument}")
+            for value in SCALARS.get(role(row, argument), ()):
+                if not any(value is v or (isinstance(value, (int, float)) and value == v) for v in fine):
+                    yield name, (argument, value)
 
 
 def check_each(check: Callable[[Any], None], values: Iterable[Any]) -> None:
-    """One test for all values of an argument, because thousands of tests cost more than what they do."""
     found = []
     for value in values:
         try:
@@ -747,11 +752,11 @@ def test_every_argument_has_a_good_value(name: str) -> None:
     row()
 
 
-@pytest.mark.parametrize("row, argument, kinds", list(tensor_cases()))
-def test_tensors_that_one_cannot_compute_with(row: Row, argument: str, kinds: list[str]) -> None:
-    good = as_tensor(row.good[argument])
-
-    def check(kind: str) -> None:
+@by_row(tensor_cases())
+def test_tensors_that_one_cannot_compute_with(row: Row, cases: list[tuple[str, str]]) -> None:
+    def check(case: tuple[str, str]) -> None:
+        argument, kind = case
+        good = as_tensor(row.good[argument])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a layout is in beta
             value = HOSTILE[kind](good)
@@ -760,29 +765,40 @@ def test_tensors_that_one_cannot_compute_with(row: Row, argument: str, kinds: li
         else:
             assert_refused(row, argument, value, (TypeError, ValueError))
 
-    check_each(check, kinds)
+    check_each(check, cases)
 
 
-@pytest.mark.parametrize("row, argument", list(meta_cases()))
-def test_meta_tensors_where_values_are_needed(row: Row, argument: str) -> None:
+@by_row(meta_cases())
+def test_meta_tensors_where_values_are_needed(row: Row, cases: list[str]) -> None:
     """The other arguments have values."""
-    assert_refused(row, argument, as_tensor(row.good[argument]).to("meta"), (ValueError,))
+
+    def check(argument: str) -> None:
+        assert_refused(row, argument, as_tensor(row.good[argument]).to("meta"), (ValueError,))
+
+    check_each(check, cases)
 
 
-@pytest.mark.parametrize("row, argument, values", list(scalar_cases()))
-def test_scalars_that_no_argument_takes(row: Row, argument: str, values: list[Any]) -> None:
+@by_row(scalar_cases())
+def test_scalars_that_no_argument_takes(row: Row, cases: list[tuple[str, Any]]) -> None:
+    def check(case: tuple[str, Any]) -> None:
+        argument, value = case
+        what = role(row, argument)
+        of_type = str if what == "cdf" else numbers.Real
+        errors: tuple[type[Exception], ...] = (TypeError, ValueError)
+        # a tuple may be a pair of bounds
+        if what not in ("name", "widths", "balancer") and not isinstance(value, tuple):
+            if not isinstance(value, of_type) or isinstance(value, bool):
+                errors = (TypeError,)
+            elif argument == "dim" and isinstance(value, int):
+                errors = (IndexError,)
+        assert_refused(row, argument, value, errors)
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and value != HUGE
+        checked = what in IN_TENSORS and "tensor" not in row.fine.get(argument, ())
+        if is_number and checked and not inspect.isclass(row.call):
+            with pytest.raises(ValueError, match=rf"^{argument} must .*got .*{float(value):g}"):
+                row(**{argument: torch.tensor(float(value))})
 
-    def error(value: Any) -> tuple[type[Exception], ...]:
-        if role(row, argument) in ("name", "widths", "balancer"):
-            return TypeError, ValueError
-        of_type = str if role(row, argument) == "cdf" else numbers.Real
-        if isinstance(value, tuple):  # which may be a pair of bounds
-            return TypeError, ValueError
-        if not isinstance(value, of_type) or isinstance(value, bool):
-            return (TypeError,)
-        return (IndexError,) if argument == "dim" and isinstance(value, int) else (TypeError, ValueError)
-
-    check_each(lambda value: assert_refused(row, argument, value, error(value)), values)
+    check_each(check, cases)
 
 
 # ---------------------------------------------------------------------------------------------- the flags
@@ -790,21 +806,20 @@ def test_scalars_that_no_argument_takes(row: Row, argument: str, values: list[An
 NOT_FLAGS = ("False", "", 0, 1, None, 0.0, [True], MASK, torch.tensor(True), np.bool_(True))
 
 
-@pytest.mark.parametrize(
-    "row, flag",
-    [pytest.param(row, flag, id=f"{name}-{flag}") for name, row in ROWS.items() for flag in flags_of(row)],
-)
-def test_flags_that_are_not_bool(row: Row, flag: str) -> None:
+@by_row((name, flag) for name, row in ROWS.items() for flag in flags_of(row))
+def test_flags_that_are_not_bool(row: Row, cases: list[str]) -> None:
     """As in torch, which does not take 0 and 1 or NumPy's bool either. A call without a mask may take a
     shorter way."""
 
-    def check(value: Any) -> None:
+    def check(case: tuple[str, Any]) -> None:
+        flag, value = case
         for good in ways(row, flag):
             with pytest.raises(TypeError) as info:
                 row.call(**{**good, flag: value})
             assert str(info.value) == f"{flag} must be a bool, but got {type(value).__name__}"
 
-    check_each(check, [v for v in NOT_FLAGS if v is not None or not takes_none(row, flag)])
+    taken = {flag: takes_none(row, flag) for flag in cases}
+    check_each(check, [(flag, v) for flag in cases for v in NOT_FLAGS if v is not None or not taken[flag]])
 
 
 def test_every_flag_has_a_row() -> None:
