@@ -106,10 +106,9 @@ def test_every_module_has_a_layer() -> None:
     assert {name.split(".")[1] for name in MODULES if "." in name} <= set(LEVEL)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_run_one_way(name: str) -> None:
-    upwards = [module for module, _ in imports(name) if layer(module) > layer(name)]
-    assert upwards == []
+def test_imports_run_one_way() -> None:
+    found = [(name, module) for name in MODULES for module, _ in imports(name)]
+    assert [(name, module) for name, module in found if layer(module) > layer(name)] == []
 
 
 def test_no_circle() -> None:
@@ -118,9 +117,8 @@ def test_no_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_what_is_used_elsewhere_is_in_all(name: str) -> None:
-    """Names imported from a module, and attributes taken of an imported module, are in its ``__all__``."""
+def used(name: str) -> list[tuple[str, str]]:
+    """Names imported from a module, and attributes taken of an imported module."""
     taken: list[tuple[str, str]] = [(m, n) for m, n in imports(name) if n is not None]
     aliases: dict[str, str] = {}
     for node in ast.walk(tree(name)):
@@ -135,14 +133,17 @@ def test_what_is_used_elsewhere_is_in_all(name: str) -> None:
             if module and node.value.id not in shadowed and not is_module(f"{module}.{node.attr}"):
                 taken.append((module, node.attr))
     triton = "khot._kernels.triton"  # the files of this package share Triton functions and constants freely
-    taken = [(m, n) for m, n in taken if not (name.startswith(triton) and m.startswith(triton))]
-    assert [(m, n) for m, n in taken if n not in listed(m) and m != "khot" and not n.startswith("__")] == []
+    return [(m, n) for m, n in taken if not (name.startswith(triton) and m.startswith(triton))]
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if "._" not in n])
-def test_all_is_there(name: str) -> None:
-    module = importlib.import_module(name)
-    assert [n for n in listed(name) if not hasattr(module, n)] == []
+def test_what_is_used_elsewhere_is_in_all() -> None:
+    taken = {(m, n) for name in MODULES for m, n in used(name) if m != "khot" and not n.startswith("__")}
+    assert {(m, n) for m, n in taken if n not in listed(m)} == set()
+
+
+def test_all_is_there() -> None:
+    public = {name: importlib.import_module(name) for name in MODULES if "._" not in name}
+    assert [(m, n) for m, module in public.items() for n in listed(m) if not hasattr(module, n)] == []
 
 
 def test_public_names_are_documented() -> None:
@@ -239,11 +240,9 @@ def test_no_argument_has_a_field_that_tuples_have() -> None:
     assert len(found) > 40 and [name for name in found if name.rpartition(".")[2] in taken] == []
 
 
-@pytest.mark.parametrize("name", device_functions())
-def test_fields_of_constants_have_names_in_tuples(name: str) -> None:
-    """Triton 3.5 and 3.6 fail where a field of a constant is a member of a tuple, a width of a tensor that is
-    made, or the bound of an unrolled loop: there it needs a name, as in `PIECES: tl.constexpr = T.pieces`."""
-    function = device_functions()[name]
+def fields_in_tuples(function: ast.FunctionDef) -> list[str]:
+    """Of its constants, where Triton 3.5 and 3.6 fail: as a member of a tuple, a width of a tensor that is
+    made, or the bound of an unrolled loop."""
     constants = {arg.arg for arg in function.args.args if arg.annotation is not None}
     members: list[ast.expr] = []
     for node in ast.walk(function):
@@ -252,4 +251,9 @@ def test_fields_of_constants_have_names_in_tuples(name: str) -> None:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.static_range":
             members += node.args
     fields = [x for x in members if isinstance(x, ast.Attribute) and ast.unparse(x.value) in constants]
-    assert list(map(ast.unparse, fields)) == []
+    return list(map(ast.unparse, fields))
+
+
+def test_fields_of_constants_have_names_in_tuples() -> None:
+    """As in `PIECES: tl.constexpr = T.pieces`."""
+    assert {name: found for name, f in device_functions().items() if (found := fields_in_tuples(f))} == {}

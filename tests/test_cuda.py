@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,6 +36,9 @@ from khot import _kernels as kernels
 from khot import cdfs
 from khot._core import eager
 from operators import OPERATORS, Operator
+
+if not torch.cuda.is_available() and os.environ.get("KHOT_REQUIRE_CUDA") != "1":
+    pytest.skip("no CUDA device", allow_module_level=True)  # 1,600 tests are not even collected
 
 pytestmark = [
     pytest.mark.needs_cuda,

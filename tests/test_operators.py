@@ -250,8 +250,9 @@ def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
 
 
 @every_distinct
-def test_looks_at_no_value_off_the_cpu(op: Operator) -> None:
+def test_looks_at_no_value_off_the_cpu(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor without data takes the place of one whose data is still being computed."""
+    monkeypatch.setattr(exponential, "STEPS", 3)  # all of which are taken, one like the other
     args = [a.detach().to("meta").requires_grad_(a.requires_grad) for a in leaves(op)]
     y = op.call(*args)
     assert y.shape == op.call(*arguments(op)).shape
@@ -478,6 +479,7 @@ def test_compile(op: Operator, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -
                     assert_close(b.grad, a.grad, 1e-12)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_whole_graph() -> None:
     def loss(x: Tensor, k: Tensor) -> Tensor:
         return (khot.sigmoid_topk(x, k, tau=0.5) * x).sum()

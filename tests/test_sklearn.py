@@ -28,6 +28,7 @@ TARGET = 1e6 * (3 * X[:, 2] - 2 * X[:, 6])
 def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for these data; a hundred, which are told, took a third of the time."""
     monkeypatch.setattr("khot.sklearn._forest.TREES", 20)
+    monkeypatch.setattr("khot._kernel_gates.FITTING", 10)
 
 
 # Weights are probabilities of being drawn, in the forest and in training: twice the weight is not the same

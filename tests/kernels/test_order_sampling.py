@@ -46,7 +46,7 @@ def sizes(k: int, rows: int = 1) -> Tensor:
     return torch.full((rows,), float(k), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("n, k, scale", [(3, 1, 1.0), (6, 3, 0.1), (6, 2, 6.0), (8, 3, 0.1), (8, 4, 1.0)])
+@pytest.mark.parametrize("n, k, scale", [(3, 1, 1.0), (6, 2, 6.0), (7, 3, 0.1)])
 def test_inclusion_is_the_integral(n: int, k: int, scale: float) -> None:
     theta = tilt_rows(scores(n, scale), sizes(k)).z
     want = integral(theta[0], k)
@@ -57,7 +57,7 @@ def test_inclusion_is_the_integral(n: int, k: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("n, k, scale", [(3, 1, 1.0), (6, 3, 0.1), (6, 2, 3.0), (8, 2, 1.0), (8, 4, 1.0)])
+@pytest.mark.parametrize("n, k, scale", [(3, 1, 1.0), (6, 2, 3.0), (7, 3, 0.1)])
 def test_calibration_is_right_by_the_integral(n: int, k: int, scale: float, kernels: str) -> None:
     probs = sigmoid_topk(scores(n, scale), k)
     theta = KERNELS[kernels][1](torch.logit(probs), sizes(k))
