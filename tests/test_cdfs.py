@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import grad, gradcheck, gradgradcheck
+from torch.autograd import grad
 
 import oracles
 from khot import cdfs
@@ -213,16 +213,6 @@ def test_icdf_inverts_cdf(name: str, dtype: torch.dtype) -> None:
         assert abs(b - a) <= 8 * eps * (abs(a) + (1 + a * a + slack) * rate), (a, b)
 
 
-@each_cdf
-def test_cdf_inverts_icdf(name: str) -> None:
-    F, oracle = TABLE[name]
-    y = points("icdf", torch.float64)[1:-1]
-    y = y[F.icdf(y).abs() > 1e-40]
-    for a, b, z in zip(y.tolist(), F.cdf(F.icdf(y)).tolist(), F.icdf(y).tolist(), strict=True):
-        condition = 1 + abs(z) * oracle.pdf(z) / a + (abs(mp.log(a)) if oracle.compact else 0)
-        assert abs(b / a - 1) <= 8 * 2.3e-16 * condition, (a, b)
-
-
 # ----------------------------------------------------------------------------------------- derivatives
 
 SMOOTH_Z = {
@@ -230,21 +220,6 @@ SMOOTH_Z = {
     True: [-0.5, 0.1, 0.4, 0.95, 1.4],
 }
 SMOOTH_Y = [0.07, 0.2, 0.43, 0.61, 0.88]
-
-
-def smooth_points(name: str, method: str) -> Tensor:
-    at = SMOOTH_Y if method in OF_Y else SMOOTH_Z[not TABLE[name][0].full_support]
-    if method.startswith("log") and not TABLE[name][0].full_support:
-        at = [z for z in at if 0 < z < 1]  # elsewhere log 0 and log 1, which finite differences subtract
-    return torch.tensor(at, dtype=torch.float64, requires_grad=True)
-
-
-@each_method
-@each_cdf
-def test_gradcheck(name: str, method: str) -> None:
-    f, at = getattr(TABLE[name][0], method), smooth_points(name, method)
-    assert gradcheck(f, at, check_forward_ad=True)
-    assert gradgradcheck(f, at)
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -305,14 +280,6 @@ def test_conjugate_is_that_of_the_potential(name: str, dtype: torch.dtype) -> No
     torch.testing.assert_close(got.double(), want, rtol=4 * eps, atol=4 * eps)
     ends = F.conjugate(torch.tensor([-math.inf, math.inf], dtype=dtype))
     assert ends.tolist() == [0, math.inf]
-
-
-@each_cdf
-def test_slope_of_conjugate_is_cdf(name: str) -> None:
-    z = smooth_points(name, "cdf")
-    assert gradcheck(TABLE[name][0].conjugate, z.requires_grad_())
-    (slope,) = grad(TABLE[name][0].conjugate(z).sum(), z)
-    torch.testing.assert_close(slope, TABLE[name][0].cdf(z), rtol=1e-14, atol=1e-14)
 
 
 @each_cdf

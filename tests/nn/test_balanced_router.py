@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import khot
-from khot.nn import Anneal, BalancedRouter, MixtureOfExperts, Routing, TokenChoiceRouter
+from khot.nn import Anneal, BalancedRouter, Routing, TokenChoiceRouter
 
 DIM, EXPERTS, K = 5, 8, 2
 
@@ -45,11 +45,6 @@ def used(**options: object) -> BalancedRouter:
 
 def scores(router: BalancedRouter, x: Tensor) -> Tensor:
     return (x @ router.weight.detach().to(x.dtype).T).log_softmax(-1)
-
-
-def violation(routing: Routing) -> float:
-    """The largest load over the mean load, less 1."""
-    return (routing.load.max() / routing.load.mean() - 1).item()
 
 
 each_mode = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -242,45 +237,7 @@ def test_in_eval_mode_each_token_chooses_by_itself(k: float) -> None:
     assert grad.any()  # of the probabilities
 
 
-@pytest.mark.parametrize("cdf", ["logistic", "normal"])
-@pytest.mark.parametrize(("tau", "share"), [(1.0, 0.3), (0.1, 0.1)])
-def test_a_fresh_batch_is_nearly_balanced(tau: float, share: float, cdf: str) -> None:
-    """The violation of the load in eval mode, as a share of that of a router without biases."""
-    router, plain = make(tau=tau, cdf=cdf), TokenChoiceRouter(DIM, EXPERTS, K, dtype=torch.float64)
-    skew(router), skew(plain)
-    router(tokens(4000, seed=1))
-    fresh = tokens(4000, seed=2)
-    usual = violation(plain.eval()(fresh))
-    assert usual > 1 and violation(router.eval()(fresh)) < share * usual
-
-
 # ------------------------------------------------------------------------------------ in a mixture
-
-
-@each_mode
-def test_a_mixture_is_the_weighted_sum(training: bool) -> None:
-    torch.manual_seed(0)
-    experts = [nn.Linear(DIM, 3, dtype=torch.float64) for _ in range(EXPERTS)]
-    mixture = MixtureOfExperts(used(), experts).train(training)
-    x = torch.where(MASK[..., None], tokens(3, 9), torch.nan)
-    output, routing = mixture(x, MASK)
-    want = torch.einsum(
-        "bne,bned->bnd", routing.weights, torch.stack([f(x.nan_to_num()) for f in experts], 2)
-    )
-    torch.testing.assert_close(output, want)
-    assert (output[~MASK] == 0).all()
-    output.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in mixture.parameters())
-
-
-def test_annealed_numbers() -> None:
-    router, x = make(Anneal(3, 1, 2, "linear"), tau=Anneal(1.0, 0.1, 2, "linear")), tokens(20)
-    for k, tau in ((3, 1.0), (2, 0.55), (1, 0.1)):
-        want = khot.soft_assign(scores(router, x), k, tau=tau)
-        torch.testing.assert_close(router.train()(x).selection, want, rtol=0, atol=1e-9)
-        assert (router.eval()(x).selection.sum(-1) == k).all()
-        for module in router.children():
-            module.step()  # type: ignore[operator]
 
 
 # ------------------------------------------------------------------------------------ a module like any other

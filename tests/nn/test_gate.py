@@ -84,20 +84,6 @@ def test_every_example_gets_a_sample_of_its_own() -> None:
     assert len(gate(4)(torch.ones(2, 100, 8)).view(-1, 8).unique(dim=0)) > 1
 
 
-@pytest.mark.parametrize("k", [2, None])
-def test_finds_what_counts_and_how_many(k: int | None) -> None:
-    torch.manual_seed(0)
-    layer = KHotGate(12, k, design="pivotal")
-    worth = torch.tensor([1.0, 0.9] + [0.1] * 10)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.2)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = -layer(worth.expand(32, 12)).sum(-1).mean() + khot.losses.size_penalty(layer.probs, 0.5)
-        loss.backward()
-        optimizer.step()
-    assert layer.eval().mask.nonzero().flatten().tolist() == [0, 1]
-
-
 def test_refuses() -> None:
     with pytest.raises(ValueError, match="k must"):
         KHotGate(4, None, estimator="gumbel")

@@ -74,31 +74,6 @@ def test_predict_measures_what_products_cannot_tell_apart() -> None:
     assert torch.equal(SoftKNN(1, 4).predict(query, template, label), want)
 
 
-AMONG: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "masked": {"mask": torch.rand(6, 20, generator=torch.Generator().manual_seed(3)) < 0.7},
-    "some rows closed": {"mask": torch.arange(20) < torch.tensor([20, 0, 3, 1, 20, 6])[:, None]},
-    "batch": {"query": (2, 6, 5)},
-    "batches": {"query": (2, 1, 6, 5), "template": (3, 20, 5)},
-}
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("case", AMONG.values(), ids=AMONG.keys())
-def test_all_templates_as_candidates_change_nothing(case: dict[str, Any], training: bool) -> None:
-    query, template = normal(*case.get("query", (6, 5))), normal(*case.get("template", (20, 5)), seed=1)
-    label, mask = labels(*template.shape[:-1]), case.get("mask")
-    leaves = query.requires_grad_(), template.requires_grad_()
-    got, want = (
-        SoftKNN(3, 4, tau=0.5, candidates=m).train(training)(*leaves, label, mask) for m in (99, None)
-    )
-    torch.testing.assert_close(got, want, equal_nan=True)
-    if training:
-        weight = normal(*want.shape, seed=2)
-        grads = [torch.autograd.grad((p.nan_to_num() * weight).sum(), leaves) for p in (got, want)]
-        torch.testing.assert_close(*grads)
-
-
 def test_candidates_are_the_nearest() -> None:
     query, template, label = normal(6, 5), normal(80, 5, seed=1), labels(80)
     near = (query[:, None] - template).square().sum(-1).argsort(-1)[:, :8]

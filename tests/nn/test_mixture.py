@@ -253,16 +253,6 @@ def test_bf16_routes_in_float32(name: str) -> None:
     torch.testing.assert_close(inside, single(x.float()), rtol=0, atol=0)
 
 
-def test_capacity_and_k_may_be_annealed() -> None:
-    capacity = Anneal(4, 1, 1)
-    router = ExpertChoiceRouter(DIM, EXPERTS, capacity).eval()
-    x = normal(8, DIM).float()
-    assert router(x).load.tolist() == [1.0] * 4
-    capacity.step()
-    assert router(x).load.tolist() == [0.25] * 4
-    assert TokenChoiceRouter(DIM, EXPERTS, Anneal(3, 1, 2)).eval()(x).load.sum() == 3
-
-
 def test_refuses() -> None:
     with pytest.raises(ValueError, match="k must"):
         TokenChoiceRouter(DIM, 4, 5)
