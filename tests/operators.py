@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -255,9 +256,18 @@ def _sorted_oracle(normalize: bool) -> Oracle:
     return oracle
 
 
+# What gives a share of k to each entry, a row of other numbers, and one number for each row.
+_shares = partial(Operator, sums_to_k=True)
+_row = partial(Operator, selects=False, has_mask=False)
+_number = partial(_row, out_dims=0)
+_ranks = partial(_row, integer_k=True)
+_place = partial(Operator, out_dims=0, selects=False, piecewise_linear=True, integer_k=True, has_tau=False)
+_WHOLE = (2.0, 3.0, 5.0)
+_PAID = (2.3, 3.0, 4.4)  # for the hard selection, which never exceeds the budget
+
 OPERATORS: list[Operator] = [
     *(
-        Operator(f"soft_topk-{n}", "soft_topk", _variant("soft_topk", cdf=c), _soft(c), sums_to_k=True)
+        _shares(f"soft_topk-{n}", "soft_topk", _variant("soft_topk", cdf=c), _soft(c))
         for n, c in _CDFS.items()
     ),
     *(
@@ -271,29 +281,16 @@ OPERATORS: list[Operator] = [
         )
         for n, c in _CDFS.items()
     ),
-    Operator("sigmoid_topk", "sigmoid_topk", _variant("sigmoid_topk"), _soft("logistic"), sums_to_k=True),
-    Operator("laplace_topk", "laplace_topk", _variant("laplace_topk"), _soft("laplace"), sums_to_k=True),
-    Operator(
-        "ot_topk", "ot_topk", _variant("ot_topk"), oracles.sinkhorn_topk, sums_to_k=True, tolerance=1e-10
+    _shares("sigmoid_topk", "sigmoid_topk", _variant("sigmoid_topk"), _soft("logistic")),
+    _shares("laplace_topk", "laplace_topk", _variant("laplace_topk"), _soft("laplace")),
+    _shares("ot_topk", "ot_topk", _variant("ot_topk"), oracles.sinkhorn_topk, tolerance=1e-10),
+    _shares(
+        "ot_topk-normalize", "ot_topk", _variant("ot_topk", normalize=True), _ot_normalized, tolerance=1e-10
     ),
-    Operator(
-        "ot_topk-normalize",
-        "ot_topk",
-        _variant("ot_topk", normalize=True),
-        _ot_normalized,
-        sums_to_k=True,
-        tolerance=1e-10,
-    ),
-    Operator("sparse_topk-2", "sparse_topk", _variant("sparse_topk"), _soft("uniform"), sums_to_k=True),
-    Operator(
-        "sparse_topk-4/3",
-        "sparse_topk",
-        _variant("sparse_topk", p=4 / 3),
-        _soft(cdfs.Power(4 / 3)),
-        sums_to_k=True,
-    ),
-    Operator(
-        "sparse_topk-3", "sparse_topk", _variant("sparse_topk", p=3.0), _soft(cdfs.Power(3)), sums_to_k=True
+    _shares("sparse_topk-2", "sparse_topk", _variant("sparse_topk"), _soft("uniform")),
+    *(
+        _shares(f"sparse_topk-{n}", "sparse_topk", _variant("sparse_topk", p=p), _soft(cdfs.Power(p)))
+        for n, p in (("4/3", 4 / 3), ("3", 3.0))
     ),
     *(
         Operator(
@@ -303,20 +300,15 @@ OPERATORS: list[Operator] = [
             lambda x, k, tau, p=p, rescale=rescale: _magnitude(x, k, tau, p, rescale),
             integer_k=True,
             tolerance=1e-9,
-            k=(2.0, 3.0, 5.0),
+            k=_WHOLE,
         )
         for p in (2.0, 4 / 3, 3.0)
         for rescale in (False, True)
     ),
     # with equal costs; test_budgets.py has the others
     *(
-        Operator(
-            f"soft_budget-{n}-{by}",
-            "soft_budget",
-            _budget("soft_budget", cdf=c, by=by),
-            _soft(c),
-            sums_to_k=True,
-            k=(2.3, 3.0, 4.4),  # for the hard selection, which never exceeds the budget
+        _shares(
+            f"soft_budget-{n}-{by}", "soft_budget", _budget("soft_budget", cdf=c, by=by), _soft(c), k=_PAID
         )
         for (n, c), by in zip(_CDFS.items(), ("score", "value", "score", "value", "score"), strict=True)
     ),
@@ -327,50 +319,29 @@ OPERATORS: list[Operator] = [
         lambda x, k, tau: oracles.topk_mask(x, k),
         differentiable=False,
         has_tau=False,
-        k=(2.3, 3.0, 4.4),
+        k=_PAID,
     ),
     # its masks, infinite entries and gradient are in test_budgets.py
-    Operator(
+    _row(
         "nucleus_mask",
         "nucleus_mask",
         lambda x, k, tau, **options: khot.nucleus_mask(x, k / 7, tau=tau, **options),
         lambda x, k, tau: oracles.nucleus(x, k / 7),
-        selects=False,
         differentiable=False,
         has_tau=False,
-        has_mask=False,
     ),
     # its masks, infinite entries and bounds are in test_assignment.py
     *(
-        Operator(
-            f"soft_assign-{n}",
-            "soft_assign",
-            _mirrored(n),
-            _soft(n),
-            selects=False,
-            has_mask=False,
-        )
-        for n in _SMOOTH
-    ),
-    Operator(
-        "soft_assign-uniform",
-        "soft_assign",
-        _mirrored("uniform"),
-        _soft("uniform"),
-        selects=False,
-        has_mask=False,
-        piecewise_linear=True,
+        _row(f"soft_assign-{n}", "soft_assign", _mirrored(n), _soft(n), piecewise_linear=n == "uniform")
+        for n in (*_SMOOTH, "uniform")
     ),
     # its order, indices and other k are in test_selection.py
-    Operator(
+    _number(
         "topk",
         "topk",
         _selected,
         lambda x, k, tau: float(np.dot(np.sort(-x.double())[:2], (-1, -k))),
-        out_dims=0,
-        selects=False,
         has_tau=False,
-        has_mask=False,
     ),
     Operator(
         "topk_mask",
@@ -381,39 +352,24 @@ OPERATORS: list[Operator] = [
         has_tau=False,
     ),
     *(
-        Operator(
-            f"soft_count-{n}",
-            "soft_count",
-            _variant("soft_count", cdf=c),
-            _count(c),
-            out_dims=0,
-            selects=False,
-            has_mask=False,
-            k=(-0.4, 0.1, 0.7),
-        )
+        _number(f"soft_count-{n}", "soft_count", _variant("soft_count", cdf=c), _count(c), k=(-0.4, 0.1, 0.7))
         for n, c in _CDFS.items()
     ),
     *(
-        Operator(
+        _number(
             f"inverse_soft_count-{n}",
             "inverse_soft_count",
             _variant("inverse_soft_count", cdf=c),
             _soft(c, 2),
-            out_dims=0,
-            selects=False,
-            has_mask=False,
         )
         for n, c in _CDFS.items()
     ),
     *(
-        Operator(
+        _number(
             f"sorted_soft_topk{'-normalize' * normalize}",
             "sorted_soft_topk",
             _sorted(normalize),
             _sorted_oracle(normalize),
-            out_dims=0,
-            selects=False,
-            has_mask=False,
             tolerance=1e-9,
         )
         for normalize in (False, True)
@@ -422,15 +378,12 @@ OPERATORS: list[Operator] = [
 
 
 OPERATORS += [
-    Operator(
+    _ranks(
         f"{name}-{n}{'-descending' * ('descending' in options)}{'-linear' * ('interpolation' in options)}",
         name,
         _ranking(name, cdf=c, **options),
         _ranking_oracle(name, c, **options),
         out_dims={"soft_quantile": 0, "soft_median": 0, "soft_rank": 1, "soft_sort": 1}.get(name, 2),
-        selects=False,
-        has_mask=False,
-        integer_k=True,
     )
     for n, c in _CDFS.items()
     for name, options in [
@@ -473,14 +426,7 @@ def _first_places_oracle(name: str, cdf: str | cdfs.CDF) -> Oracle:
 
 
 OPERATORS += [
-    Operator(
-        f"{name}-{cdf}-first",
-        name,
-        _first_places(name, cdf),
-        _first_places_oracle(name, cdf),
-        selects=False,
-        has_mask=False,
-    )
+    _row(f"{name}-{cdf}-first", name, _first_places(name, cdf), _first_places_oracle(name, cdf))
     for name, cdf in [
         ("soft_permutation", "laplace"),
         ("soft_permutation", "logistic"),
@@ -523,14 +469,11 @@ def _projection_oracle(name: str, regularization: str, descending: bool = False,
 
 
 OPERATORS += [
-    Operator(
+    _ranks(
         f"{name}-projection-{regularization}{'-descending' * options.get('descending', False)}",
         name,
         _projection(name, regularization=regularization, **options),
         _projection_oracle(name, regularization, **options),
-        selects=False,
-        has_mask=False,
-        integer_k=True,
     )
     for regularization in ("l2", "kl")
     for name, options in [
@@ -543,14 +486,11 @@ OPERATORS += [
 ]
 
 OPERATORS += [
-    Operator(
+    _ranks(
         f"project_permutahedron-{p:.2f}",
         "project_permutahedron",
         _projection("project_permutahedron", p=p),
         _projection_oracle("project_permutahedron", "l2", p=p),
-        selects=False,
-        has_mask=False,
-        integer_k=True,
         tolerance=1e-9,
     )
     for p in (4 / 3, 3.0)
@@ -579,7 +519,7 @@ OPERATORS += [
             selects=False,
             integer_k=True,
             tolerance=1e-9,
-            k=(2.0, 3.0, 5.0),
+            k=_WHOLE,
         )
         for p in (2.0, 4 / 3)
     ),
@@ -593,7 +533,7 @@ OPERATORS += [
             selects=False,
             integer_k=phi in ("square", "exp"),
             tolerance=1e-9,
-            k=(2.0, 3.0, 5.0),
+            k=_WHOLE,
         )
         for phi in ("identity", "abs", "square", "exp")
     ),
@@ -606,7 +546,7 @@ OPERATORS += [
         selects=False,
         integer_k=True,
         has_tau=False,
-        k=(2.0, 3.0, 5.0),
+        k=_WHOLE,
     ),
     Operator(
         "k_support_negentropy",
@@ -617,42 +557,7 @@ OPERATORS += [
         selects=False,
         integer_k=True,
         has_tau=False,
-        k=(2.0, 3.0, 5.0),
-    ),
-]
-
-# Exact order statistics have no tau. The q of a quantile is fixed, as above.
-OPERATORS += [
-    *(
-        Operator(
-            f"kth_value-{'largest' if largest else 'smallest'}",
-            "kth_value",
-            _variant("kth_value", largest=largest),
-            lambda x, k, tau, sign=-1 if largest else 1: sign * np.sort(sign * x.double())[int(k) - 1],
-            out_dims=0,
-            selects=False,
-            piecewise_linear=True,
-            integer_k=True,
-            has_tau=False,
-            k=(2.0, 3.0, 5.0),
-        )
-        for largest in (True, False)
-    ),
-    *(
-        Operator(
-            f"quantile-{interpolation}",
-            "quantile",
-            lambda x, k, tau, dim=-1, i=interpolation, **options: khot.quantile(
-                x, 0.3, dim, interpolation=i, **options
-            ),
-            lambda x, k, tau, i=interpolation: float(np.quantile(x.double(), 0.3, method=i)),
-            out_dims=0,
-            selects=False,
-            piecewise_linear=True,
-            integer_k=True,
-            has_tau=False,
-        )
-        for interpolation in get_args(InterpolationName)
+        k=_WHOLE,
     ),
 ]
 
@@ -665,33 +570,45 @@ def _weighted_quantile(x: Tensor, k: Any, tau: Any, dim: int = -1) -> Tensor:
     return khot.quantile(x, 0.7, dim, weights=(n % 3).reshape(shape))
 
 
+# Exact order statistics have no tau. The q of a quantile is fixed, as above.
 OPERATORS += [
-    Operator(
+    *(
+        _place(
+            f"kth_value-{'largest' if largest else 'smallest'}",
+            "kth_value",
+            _variant("kth_value", largest=largest),
+            lambda x, k, tau, sign=-1 if largest else 1: sign * np.sort(sign * x.double())[int(k) - 1],
+            k=_WHOLE,
+        )
+        for largest in (True, False)
+    ),
+    *(
+        _place(
+            f"quantile-{interpolation}",
+            "quantile",
+            lambda x, k, tau, dim=-1, i=interpolation, **options: khot.quantile(
+                x, 0.3, dim, interpolation=i, **options
+            ),
+            lambda x, k, tau, i=interpolation: float(np.quantile(x.double(), 0.3, method=i)),
+        )
+        for interpolation in get_args(InterpolationName)
+    ),
+    _place(
         "quantile-weights",
         "quantile",
         _weighted_quantile,
         lambda x, k, tau: float(
             np.quantile(x.double(), 0.7, method="inverted_cdf", weights=np.arange(1, len(x) + 1) % 3)
         ),
-        out_dims=0,
-        selects=False,
         has_mask=False,
-        piecewise_linear=True,
-        integer_k=True,
-        has_tau=False,
     ),
     # of 7 scores and one more
-    Operator(
+    _place(
         "conformal_quantile",
         "conformal_quantile",
         lambda x, k, tau, **options: khot.conformal_quantile(x, 1 - k / 8, **options),
         lambda x, k, tau: float(np.sort(x.double())[math.ceil(k) - 1]),
-        out_dims=0,
-        selects=False,
         has_mask=False,
-        piecewise_linear=True,
-        integer_k=True,
-        has_tau=False,
     ),
 ]
 

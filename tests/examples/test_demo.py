@@ -28,6 +28,7 @@ def demo() -> SimpleNamespace:
 def few_trees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.node.get_closest_marker("slow"):
         monkeypatch.setattr("khot.sklearn._forest.TREES", 3)
+        monkeypatch.setattr("khot._kernel_gates.FITTING", 3)
 
 
 def invoke(demo: SimpleNamespace, *args: str | Path, data_dir: Path | None = None) -> Result:
