@@ -23,6 +23,7 @@ from torch import Tensor
 
 import khot
 import oracles
+from drawn import f64
 from khot import cdfs
 from khot._core.names import OTHER_NAMES
 from operators import FIRST, Operator
@@ -35,10 +36,6 @@ OPERATORS = [op for op in FIRST if op.arguments.family]
 def each(where: Callable[[Operator], bool] = lambda op: True) -> pytest.MarkDecorator:
     chosen = [op for op in OPERATORS if where(op)]
     return pytest.mark.parametrize("op", chosen, ids=[op.name for op in chosen])
-
-
-def f64(values: Any, **options: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, **options)
 
 
 # ---------------------------------------------------------------------------- what raises, line by line

@@ -11,17 +11,13 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import khot
+from drawn import normal as randn
 from khot._ops import log_rank as log_rank_ways
 from khot.losses import log_rank_loss
 from largest import Largest
 from test_ranking_losses import log_rank
 
 INF = math.inf
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def grades(*shape: int, most: int = 3, seed: int = 1) -> Tensor:

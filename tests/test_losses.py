@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import khot
 import oracles
+from drawn import normal as scores
 from khot import cdfs
 from khot._ops.ranking_losses import counted_mean
 from khot.losses import FenchelYoungTopKLoss, TopKCrossEntropyLoss, permutation_cross_entropy
@@ -26,11 +27,6 @@ ALL = {
 }
 each_cdf = pytest.mark.parametrize("name", ALL)
 each_full_cdf = pytest.mark.parametrize("name", ["logistic", "laplace", "normal"])
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def labels(rows: int, n: int, m: int, seed: int = 1) -> Tensor:

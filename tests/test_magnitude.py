@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
+from drawn import f64
 from khot import soft_topk_magnitude
 from oracles import ADVERSARIAL, TAUS, magnitude_pav
 
@@ -22,10 +22,6 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 each_p = pytest.mark.parametrize("p", P, ids=[f"p{p:.3g}" for p in P])
 each_rescale = pytest.mark.parametrize("rescale", [False, True], ids=["plain", "rescale"])
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=[str(d)[6:] for d in FLOATS])
-
-
-def f64(values: Any, **options: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, **options)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

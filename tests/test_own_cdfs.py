@@ -15,6 +15,7 @@ from torch import Tensor
 
 import khot
 import processes
+from drawn import normal as randn
 from khot import cdfs
 
 
@@ -127,10 +128,6 @@ class Bump(cdfs.CDF):
 OWN = [Student3(), Cauchy(), Gumbel(), Steeper(), Bump()]
 every = pytest.mark.parametrize("F", OWN, ids=lambda F: type(F).__name__)
 smooth = pytest.mark.parametrize("F", OWN[:4], ids=lambda F: type(F).__name__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def threshold(x: Tensor, k: float, tau: float, F: cdfs.CDF) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.autograd import grad
 
 import khot
 import oracles
+from drawn import f64, normal
 from khot._ops import exponential
 
 INF, NAN = math.inf, math.nan
@@ -28,14 +28,6 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
     "square": khot.soft_topk_magnitude,
     "exp": khot.soft_topk_exp,
 }
-
-
-def f64(values: Any, **options: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, **options)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 ROWS = {

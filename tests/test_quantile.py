@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import khot
+from drawn import normal
 from khot.quantiles import InterpolationName
 
 INF, NAN = math.inf, math.nan
@@ -22,10 +23,6 @@ DTYPES = pytest.mark.parametrize(
 )
 INTERPOLATIONS = pytest.mark.parametrize("interpolation", typing.get_args(InterpolationName))
 Q_LIST = torch.tensor(LEVELS, dtype=torch.float64)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def long_row(kind: str, n: int) -> Tensor:

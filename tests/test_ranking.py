@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 
 import khot
 import oracles
+from drawn import f64
+from drawn import normal as randn
 from khot import cdfs
 from khot._core.interpolation import InterpolationName
 from khot._kernels.reference import laplace as scans
@@ -44,14 +46,6 @@ interpolations = pytest.mark.parametrize("interpolation", typing.get_args(Interp
 
 def row(scores: str, n: int, seed: int = 0) -> Tensor:
     return oracles.ADVERSARIAL[scores](n, torch.Generator().manual_seed(seed))
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def f64(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 # ----------------------------------------------------------------------------------- accuracy

@@ -13,6 +13,7 @@ import torch
 from scipy import optimize, special, stats
 from torch import Tensor
 
+from drawn import normal as randn
 from khot import cdfs, losses
 
 INF, NAN = math.inf, math.nan
@@ -134,11 +135,6 @@ with_cdf = pytest.mark.parametrize(
 def test_every_ranking_loss_is_in_the_table() -> None:
     named = {name for name in losses.__all__ if name.endswith("_loss")}
     assert named == {name.partition(" ")[0] for name in LOSSES}
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------------------- values

@@ -17,6 +17,7 @@ import operators
 import oracles
 import processes
 import shards
+from drawn import normal as scores
 from khot import cdfs
 
 N = 23
@@ -36,10 +37,6 @@ OPERATORS: list[tuple[str, dict[str, Any]]] = [
 ]
 worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
 every = pytest.mark.parametrize(("name", "options"), OPERATORS, ids=str)
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def joined(parts: list[Tensor], like: Tensor) -> Tensor:

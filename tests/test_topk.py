@@ -11,6 +11,7 @@ from torch import Tensor
 
 import khot
 import oracles
+from drawn import normal as scores
 from khot import cdfs
 
 CDFS = {
@@ -21,11 +22,6 @@ CDFS = {
     "power": cdfs.Power(4 / 3),
 }
 every_cdf = pytest.mark.parametrize("name", CDFS)
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 # --------------------------------------------- sigmoid-topk.txt, Propositions 1 and 2, Corollary 1

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
+from drawn import f64, normal
 from khot._kernels.reference import transport
 from khot.masks import ot_topk
 from khot.transport import sorted_soft_topk
@@ -23,14 +24,6 @@ from largest import Largest
 from oracles import ADVERSARIAL
 
 INF, NAN = math.inf, math.nan
-
-
-def f64(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def assert_close(got: Tensor, want: Any, tolerance: float) -> None:

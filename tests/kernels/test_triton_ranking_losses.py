@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawn import normal as randn
+
 INF, NAN = torch.inf, torch.nan
 
 
@@ -21,10 +23,6 @@ def small(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NARROW": 1, "TOGETHER": 64, "RANKED": 32, "CHUNK": 16}.items():
         monkeypatch.setattr(ranks, name, value)
     monkeypatch.setattr(sys.modules["khot._kernels.triton.ranking_losses"], "SORTED", 32)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def scores(n: int) -> Tensor:

@@ -18,13 +18,9 @@ from torch.nn import functional as F
 import fresh
 import khot
 import oracles
+from drawn import normal
 from khot.nn import TopKAttention, attention, selected_attention, topk_attention
 from largest import Largest
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def qkv(queries: int = 4, keys: int = 6) -> tuple[Tensor, Tensor, Tensor]:

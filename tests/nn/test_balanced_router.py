@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import khot
+from drawn import normal
 from khot.nn import Anneal, BalancedRouter, Routing, TokenChoiceRouter
 
 DIM, EXPERTS, K = 5, 8, 2
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

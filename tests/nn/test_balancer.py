@@ -14,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import khot
+from drawn import normal
 from khot.nn import MixtureOfExperts, QuantileBalancer, TokenChoiceRouter
 
 E, K = 16, 3
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def skewed(tokens: int, experts: int = E, seed: int = 0) -> Tensor:

@@ -12,14 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import khot
+from drawn import normal
 from khot.nn import soft_beam_loss, soft_beam_search
 
 V, D, H = 5, 3, 4
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 TABLE, START = normal(V, D), normal(D, seed=1)

@@ -15,14 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import khot
+from drawn import normal as scores
 from khot.nn import Anneal, KHotGate
 
 ESTIMATORS = ("straight_through", "second_order", "gumbel", "simple", "imle", "sequential_softmax", "ncpss")
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def gate(

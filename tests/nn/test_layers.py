@@ -13,11 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import khot
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+from drawn import normal as scores
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import khot
 import modes
+from drawn import normal as scores
 from khot.nn import Anneal
 from khot.nn._left_soft import FAR, LeftSoft, outside
 from khot.nn.anneal import SEVERAL
@@ -28,10 +29,6 @@ LABELS = torch.arange(9) % 4
 
 # these tensors are small, so that some are pruned away as a whole
 pytestmark = pytest.mark.filterwarnings("ignore:all entries of parameters")
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @dataclass(frozen=True)

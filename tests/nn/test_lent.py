@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from drawn import normal as scores
 from khot.nn import TopKSAE
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def make(dtype: torch.dtype = torch.float64) -> TopKSAE:

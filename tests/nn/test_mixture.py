@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 import khot
 import oracles
+from drawn import normal
 from khot.nn import Anneal, ExpertChoiceRouter, MixtureOfExperts, TokenChoiceRouter
 from khot.nn._router import Router
 
 DIM, EXPERTS = 5, 4
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def make(name: str, cdf: str = "logistic", tau: float = 0.5, **options: object) -> Router:

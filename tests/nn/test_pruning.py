@@ -18,12 +18,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import khot
+from drawn import normal as scores
 from khot.nn import Anneal, _pruning_groups, _pruning_selection, make_permanent, prune_global, prune_magnitude
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def mlp(**kw: Any) -> nn.Sequential:

@@ -12,15 +12,11 @@ import torch
 from torch import Tensor
 
 import khot
+from drawn import normal as scores
 from khot._core import arguments
 from khot._ops import selected
 from khot.nn import Anneal, TopKSAE
 from largest import Largest
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def make(

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 import khot
+from drawn import normal as scores
 from khot.nn import Anneal, SoftTopK
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", khot.cdfs.Power(1.5)], ids=str)

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 
 import khot
+from drawn import normal as scores
 from reproduce.tasks import peers
 from reproduce.tasks.peers import PEERS, Peer
-
-
-def scores(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def value_and_gradient(call: peers.TopK, x: Tensor, k: int, tau: float) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import grad, gradcheck, gradgradcheck
 
 import subsets
+from drawn import normal
 from khot import sigmoid_topk
 from khot.sampling._tilt import tilt
 from khot.sampling.conditional_poisson import (
@@ -29,10 +30,6 @@ INF, NAN = math.inf, math.nan
 SCALES = (0.3, 3.0, 30.0)
 
 each_scale = pytest.mark.parametrize("scale", SCALES)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def f64(*values: float) -> Tensor:
