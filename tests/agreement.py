@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+import differences
 from operators import Operator, log_limit
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -69,11 +70,8 @@ def value_and_gradients(op: Operator, args: list[Tensor], seed: int = 1) -> list
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference in units of 1 + |want|; inf where only one is NaN or infinite."""
-    got, want = got.detach().cpu().double(), want.detach().double()
-    difference = (got - want).abs() / (1 + want.abs())
-    same = (got == want) | (got.isnan() & want.isnan())
-    return difference.masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item() if want.numel() else 0.0
+    """The largest difference in units of 1 + abs(want)."""
+    return differences.error(got.detach().cpu(), want.detach())
 
 
 def fits(op: Operator, n: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 import oracles
+from differences import far
 from khot._kernels.reference import implicit
 from khot._kernels.reference import soft_budget as reference
 
@@ -79,11 +80,6 @@ def table(n: int, dtype: torch.dtype, shares: tuple[float, ...] = SHARES) -> tup
 
 def numbers(*values: float) -> tuple[Tensor, ...]:
     return tuple(torch.tensor(value, dtype=torch.float64) for value in values)
-
-
-def far(got: Tensor, want: Tensor) -> Tensor:
-    same = (got == want) | (got.isnan() & want.isnan())
-    return (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
 
 
 def check_rows(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import khot
 import single
+from differences import error
 from khot import cdfs
 from khot._core import precision
 from khot._ops import exponential
@@ -77,13 +77,6 @@ def _second(grads: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
     total = sum((g.square().sum() for g in grads), grads[0].new_zeros(()))
     second = torch.autograd.grad(total, leaves, allow_unused=True)
     return [s for s in second if s is not None]
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference in units of 1 + abs(want); inf where only one is NaN or infinite."""
-    difference = (got.double() - want.double()).abs() / (1 + want.abs())
-    same = (got == want) | (got.isnan() & want.isnan())
-    return difference.masked_fill(same, 0).nan_to_num(nan=math.inf).max().item() if want.numel() else 0.0
 
 
 # ------------------------------------------------------------------------------------- the device

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from differences import compare
 from khot import _kernels as kernels
 from khot._kernels.reference import soft_count as counts
 from khot._kernels.reference import soft_topk as reference
@@ -45,12 +46,6 @@ def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 # Short rows are taken in groups: three that float carries, and one that it does not.
 GOOD = [i for i in range(20) if i not in (12, 13)]
 IN_GROUPS = (3 * GOOD)[:48] + list(range(20))
-
-
-def compare(got: Tensor, want: Tensor, allowed: Tensor | float) -> None:
-    same = (got == want) | (got.isnan() & want.isnan())
-    error = (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
-    assert (error <= allowed).all(), (error / allowed).max()
 
 
 @every_cdf

@@ -18,6 +18,7 @@ from torch import Tensor
 import fresh
 import khot
 import oracles
+from differences import far
 from khot import _kernels as kernels
 from khot._kernels.reference import soft_topk as reference
 from khot._kernels.reference import topk_mask
@@ -54,10 +55,7 @@ def adversarial(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference; inf where one is NaN or infinite and the other is not."""
-    difference = (got.double() - want.double()).abs()
-    same = (got == want) | (got.isnan() & want.isnan())
-    return difference.masked_fill(same, 0).nan_to_num(nan=torch.inf).amax().item()
+    return far(got, want).amax().item()
 
 
 def test_the_extension_is_there_where_it_must_be() -> None:

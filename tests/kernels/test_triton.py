@@ -16,6 +16,8 @@ from torch import Tensor
 
 import oracles
 from agreement import error_in_tau
+from differences import error as relative_error
+from differences import far
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
 from operators import log_limit
@@ -46,15 +48,7 @@ def rows(name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def error(got: Tensor, want: Tensor, relative: bool = False) -> float:
-    """The largest difference; inf where one is NaN or infinite and the other is not."""
-    got, want = got.double(), want.double()
-    difference = (got - want).abs() / (1 + want.abs() if relative else 1)
-    return (
-        difference.masked_fill((got == want) | (got.isnan() & want.isnan()), 0)
-        .nan_to_num(torch.inf)
-        .max()
-        .item()
-    )
+    return relative_error(got, want) if relative else far(got, want).max().item()
 
 
 def error_in_scale(got: Tensor, want: Tensor) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from differences import compare
 from khot._kernels.reference import soft_count as reference
 
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
@@ -41,12 +42,6 @@ def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     finite = x.double().masked_fill(x.isinf(), 0)
     at = finite.mean(-1, keepdim=True) + torch.tensor([0.0, -1.5, 4.0]).double() * tau[:, None]
     return x, torch.cat((at, torch.tensor([INF, -INF]).double().expand(6, 2)), -1), tau
-
-
-def compare(got: Tensor, want: Tensor, allowed: Tensor | float) -> None:
-    same = (got == want) | (got.isnan() & want.isnan())
-    error = (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
-    assert (error <= allowed).all(), (error / allowed).max()
 
 
 @pytest.mark.parametrize("cdf", CDFS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import khot
+from differences import far as error
 from khot import cdfs
 from khot._core.dispatch import OPERATORS
 
@@ -42,11 +43,6 @@ def reference(x: Tensor, tau: Tensor, v: Tensor, F: cdfs.CDF) -> tuple[Tensor, .
     p, hi, lo = OPERATORS["soft_permutation"].kernel(x.double(), tau, *F.key)
     backward = OPERATORS["soft_permutation_backward"].kernel
     return p, *backward(v.double(), x.double(), hi, lo, tau, *F.key, True)
-
-
-def error(got: Tensor, want: Tensor) -> Tensor:
-    same = (got == want) | (got.isnan() & want.isnan())
-    return (got.double() - want).abs().masked_fill(same, 0).nan_to_num(nan=INF)
 
 
 def check(kernels: ModuleType, x: Tensor, tau: Tensor, v: Tensor, F: cdfs.CDF) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from differences import error
 from khot._kernels.reference import laplace as scans
 from khot._kernels.reference import magnitude
 
@@ -32,14 +33,6 @@ def rows(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     half, few = max(n // 2, 1), min(n, 3)
     k = [few, half, half, min(n, 2), n // 2, half, 1, half, 0, n, n + 1]
     return x.to(dtype), torch.tensor(k, dtype=torch.float64)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference in units of 1 + |want|; inf where only one is NaN or infinite."""
-    got, want = got.double(), want.double()
-    difference = (got - want).abs() / (1 + want.abs())
-    same = (got == want) | (got.isnan() & want.isnan())
-    return difference.masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item()
 
 
 @pytest.fixture(autouse=True)
