@@ -217,15 +217,6 @@ def assert_sums(y: Tensor, k: Any, *context: Any) -> None:
     assert ((y.sum(-1) - k).abs() <= 1e-12).all(), (k, *context, y)
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e30, 1e150, 1.7e308])
-@pytest.mark.parametrize("cdf", CDFS, ids=str)
-def test_scores_of_any_size(cdf: Any, scale: float) -> None:
-    x, n = padded([[1, -1, 0.5, 1], [1, 1, 1], [1, -1], [1, 1e-5, -1e-5, 0], [-1]])
-    for k in (0.3, 1, n - 0.5):
-        for tau in (1e-3, 1.0, 10.0):
-            assert_sums(khot.soft_topk(scale * x, k, tau=tau, cdf=cdf), k, tau)
-
-
 any_tau = pytest.mark.parametrize("tau", [1e-300, 1e-100, 1e-17, 1e17, 1e100, 1e300])
 PLAIN_ROWS = [[1, 2, 2, -1], [1, 1, 1], [0, 0.5], [1 + 2**-52, -0.75, -0.75], [1e4, 2**-1074, -1e4]]
 

@@ -1,8 +1,10 @@
-"""AnnealCallback in Lightning's and in Hugging Face's trainers."""
+"""BalancerCallback in Lightning's trainer.
+
+That of Hugging Face is in test_transformers.py, and AnnealCallback is in nn/test_annealed.py.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,107 +12,16 @@ from typing import Any
 import lightning
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import khot.lightning
 import khot.transformers
-from khot.nn import Anneal, SoftTopK
 
 # Lightning uses a name of torch.utils._pytree that torch 2.13 calls deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 
 ROWS = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
-
-
-class Net(lightning.LightningModule):
-    """Two layers share a temperature without a length; k has its own length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tau, self.k = Anneal(1.0, 0.1), Anneal(4.0, 2.0, 100)
-        self.layers = nn.Sequential(
-            nn.Linear(6, 6), SoftTopK(3, tau=self.tau), nn.Linear(6, 6), SoftTopK(self.k, tau=self.tau)
-        )
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        return self.layers(batch).square().mean()
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.training_step(x)}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit_lightning(
-    net: Net, folder: Path, epochs: int = 2, ckpt_path: Path | None = None, **options: Any
-) -> Any:
-    trainer = lightning.Trainer(
-        max_epochs=epochs,
-        accumulate_grad_batches=2,
-        callbacks=[khot.lightning.AnnealCallback()],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
-    trainer.fit(net, DataLoader(ROWS, batch_size=4), ckpt_path=ckpt_path)  # type: ignore[arg-type]
-    return trainer
-
-
-def fit_transformers(net: Net, folder: Path) -> Any:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-    )
-    rows = [{"x": row} for row in ROWS]
-    callbacks = [khot.transformers.AnnealCallback()]
-    trainer = transformers.Trainer(net, arguments, train_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize("fit", [fit_lightning, fit_transformers])
-def test_steps_once_per_step_of_the_optimizer(fit: Any, tmp_path: Path) -> None:
-    net = Net()
-    fit(net, tmp_path)  # 6 batches an epoch, two for each step
-    assert int(net.tau.taken) == int(net.k.taken) == 6
-    assert net.tau.steps == 6 and net.k.steps == 100
-    assert float(net.tau()) == pytest.approx(0.1) and float(net.k()) == pytest.approx(4 * 0.5**0.06)
-
-
-def test_resumes_where_lightning_stopped(tmp_path: Path) -> None:
-    trainer = fit_lightning(Net(), tmp_path, epochs=1)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    net = Net()
-    fit_lightning(net, tmp_path, ckpt_path=tmp_path / "half.ckpt")
-    assert int(net.tau.taken) == 6 and net.tau.steps == 6
-
-
-def test_a_training_of_unknown_length_needs_steps(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="steps must be given to Anneal"):
-        fit_lightning(Net(), tmp_path, epochs=-1, max_time={"seconds": 1})
-
-
-def test_without_a_length_it_says_what_to_do() -> None:
-    tau = Anneal(1.0, 0.1)
-    with pytest.raises(RuntimeError, match="steps must be set before training"):
-        SoftTopK(2, tau=tau)(torch.randn(4))
-    tau.steps = 2
-    tau.step()
-    assert float(tau()) == pytest.approx(math.sqrt(0.1))
-    assert (Anneal(1, 0.1, 2).schedule, Anneal(1.0, 0.0, 2).schedule) == ("exponential", "linear")
 
 
 class Choice(lightning.LightningModule):

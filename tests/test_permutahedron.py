@@ -150,23 +150,6 @@ def test_hard_is_the_vertex_of_the_largest_product_with_the_gradient_of_the_proj
     assert project(x, w, hard=True).isnan().all()
 
 
-def test_partial_ranking_ranks_the_largest_alone() -> None:
-    x = f64([0.2, 3.0, -1.0, 2.0, 1.0])
-    assert project(x, f64([3.0, 2.0, 1.0, 0.0, 0.0]), 0.1).tolist() == [0, 3, 0, 2, 1]
-
-
-def test_examples_worked_by_hand() -> None:
-    x = f64([3.0, 1.0, 2.0])
-    assert rank(x, 1.0).tolist() == [3, 1, 2]  # exact, since the scores are a whole τ apart
-    assert rank(x, 1.0, descending=True).tolist() == [1, 3, 2]
-    assert sort(x, 1.0).tolist() == [1, 2, 3]
-    assert sort(x, 1.0, descending=True).tolist() == [3, 2, 1]
-    # scores 0.5 τ apart: half of the distance of the ranks is left
-    torch.testing.assert_close(rank(x, 2.0), f64([2.5, 1.5, 2.0]), rtol=0, atol=1e-15)
-    torch.testing.assert_close(rank(x, 1e9), f64([2.0, 2.0, 2.0]), rtol=0, atol=1e-8)
-    torch.testing.assert_close(sort(x, 1e9), f64([2.0, 2.0, 2.0]), rtol=0, atol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("dtype", "rounding"),
     [(torch.float32, 2e-6), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)],
@@ -218,19 +201,6 @@ def test_gradients_in_all_arguments_in_both_modes(regularization: str, shape: tu
     assert any((call(*args)[i] - call(*args)[i].sort().values).abs().sum() > 0 for i in range(2))
     assert torch.autograd.gradcheck(call, args, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(call, args, check_fwd_over_rev=True, fast_mode=True)
-
-
-@every_regularization
-def test_the_fused_backward_is_the_formula(regularization: str) -> None:
-    z, w, tau = randn(3, 33).round(decimals=1), randn(3, 33, seed=1), f64([0.1, 1.0, 7.0])
-    z[0, :2] = f64([INF, -INF])
-    _, *places = torch.ops.khot.permutahedron(z, w, tau, regularization)
-    grad = randn(3, 33, seed=2)
-    for want_w in (False, True):
-        got = torch.ops.khot.permutahedron_backward(grad, z, w, tau, *places, regularization, want_w)
-        want = reference.permutahedron_backward(grad, z, w, tau, *places, regularization, want_w)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------- masks and infinities

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 N, TOKENS, BATCH, STEPS = 6, 5, 4, 4
-X = torch.randn(BATCH * STEPS // 2, TOKENS, N, generator=torch.Generator().manual_seed(0))  # of two epochs
+X = torch.randn(BATCH * STEPS, TOKENS, N, generator=torch.Generator().manual_seed(0))  # of two epochs
 LABELS = (torch.arange(TOKENS) % 3).expand(BATCH, TOKENS)
 ENDS = {"tau": (1.0, 0.2), "amount": (0.0, 0.5)}  # of the schedules; the others are numbers that are chosen
 NUMBER = (3.0, 2.0)
@@ -150,7 +150,7 @@ class Net(lightning.LightningModule):
         torch.manual_seed(0)
         values = {name: Anneal(*ENDS.get(name, NUMBER)) for name in row.values}
         self.first, self.layer, self.call = nn.Linear(N, N), row.make(**values), row.call
-        self.values = [values[name] for name in row.values]
+        self.values, self.own = [values[name] for name in row.values], Anneal(4.0, 2.0, 100)
         self.seen: list[list[float]] = []
 
     def output(self, x: Tensor) -> Tensor:
@@ -181,6 +181,7 @@ def fit_lightning(net: Net, folder: Path, checkpoint: Path | None = None) -> Pat
     """The checkpoint of the first epoch."""
     trainer = lightning.Trainer(
         max_epochs=2,
+        accumulate_grad_batches=2,
         callbacks=[
             khot.lightning.AnnealCallback(),
             ModelCheckpoint(folder, filename="{step}", save_top_k=-1),  # of each epoch
@@ -201,6 +202,7 @@ def fit_transformers(net: Net, folder: Path, checkpoint: Path | None = None) -> 
         output_dir=str(folder),
         num_train_epochs=2,
         per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=2,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
@@ -229,10 +231,11 @@ def test_the_callback_gives_the_steps_and_a_checkpoint_resumes(fit: Any, row: Ro
         start, end = ENDS.get(name, NUMBER)
         shares = torch.arange(STEPS).double() / STEPS
         want.append(start + (end - start) * shares if start == 0 else start * (end / start) ** shares)
-    expected = torch.stack(want, -1)
+    expected = torch.stack(want, -1).repeat_interleave(2, 0)  # two batches for each step
     torch.testing.assert_close(torch.tensor(net.seen).double(), expected)
-    torch.testing.assert_close(torch.tensor(other.seen).double(), expected[STEPS // 2 :])
+    torch.testing.assert_close(torch.tensor(other.seen).double(), expected[STEPS:])
     assert all(value.steps == value.taken == STEPS for one in (net, other) for value in one.values)
+    assert all(one.own.steps == 100 and one.own.taken == STEPS for one in (net, other))
 
 
 @each

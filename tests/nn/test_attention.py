@@ -87,16 +87,6 @@ def test_hard_attends_to_the_best_keys_only() -> None:
         torch.testing.assert_close(topk_attention(q, k, v, 2, **options), weighed(q, k, v, 2))
 
 
-def test_k_is_what_a_causal_row_has() -> None:
-    q, k, v = qkv(6, 6)
-    causal = topk_attention(q, k, v, 3, is_causal=True, tau=0.2)
-    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(causal[..., :3, :], plain[..., :3, :])
-    for i in range(6):
-        seen = topk_attention(q[..., i : i + 1, :], k[..., : i + 1, :], v[..., : i + 1, :], 3, tau=0.2)
-        torch.testing.assert_close(causal[..., i : i + 1, :], seen)
-
-
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("cdf", ["logistic", "uniform"])
 def test_a_query_that_may_attend_to_nothing_gets_zeros_and_no_gradient(hard: bool, cdf: str) -> None:
@@ -333,22 +323,6 @@ def test_candidates_are_the_best_keys(
         leaves.append(mask)
     ours = topk_attention(*leaves[:3], 1.7, mask, candidates=4, tau=0.3, **options)
     agree_to_second_order(ours, among(*leaves[:3], 1.7, 4, mask, **options), leaves, 1e-10, 1e-10)
-
-
-def test_few_candidates_are_enough_at_small_temperatures() -> None:
-    """What the docstring says of 128 candidates for 32 keys, and compact support."""
-    scores = normal(4, 8_192)
-    best = scores.sort(dim=-1, descending=True).values
-    for tau, limit in ((0.1, 0.01), (0.03, 2e-6)):
-        among_all = khot.soft_topk(best, 32, tau=tau)
-        among_some = khot.soft_topk(best[:, :128], 32, tau=tau)
-        assert 0 < (among_some - among_all[:, :128]).abs().max() <= limit
-        assert among_all[:, 128:].max() <= limit
-    q, k, v = normal(4, 1, 1).fill_(1), scores.unsqueeze(-1), normal(4, 8_192, 3, seed=1)
-    options: dict[str, Any] = {"tau": 0.1, "cdf": "uniform"}
-    torch.testing.assert_close(
-        topk_attention(q, k, v, 32, candidates=128, **options), topk_attention(q, k, v, 32, **options)
-    )
 
 
 LAYER_MASKS: dict[str, dict[str, Any]] = {
@@ -822,22 +796,6 @@ def test_weights_that_fade_towards_the_next_score(keys: int, k: int, masked: boo
     want = faded_by_hand(query, key, value, k, gap, mask if masked else torch.ones_like(mask))
     got = khot.nn.topk_attention(query, key, value, k, given, hard=True, gap=gap)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-
-
-def test_a_gap_is_continuous_and_tends_to_the_hard_choice() -> None:
-    key, value = torch.eye(4), normal(4, 3).float()
-
-    def attend(scores: list[float], gap: float | None) -> Tensor:
-        query = torch.tensor([scores])
-        return khot.nn.topk_attention(query, key, value, 2, hard=True, gap=gap, scale=1.0)
-
-    below, above = attend([3.0, 2.0, 1.999999, 0], 1.0), attend([3.0, 2.0, 2.000001, 0], 1.0)
-    torch.testing.assert_close(below, above, rtol=0, atol=1e-5)
-    assert (attend([3.0, 2.0, 1.999999, 0], None) - attend([3.0, 2.0, 2.000001, 0], None)).abs().max() > 0.1
-    scores = [3.0, 2.0, 1.0, 0]
-    torch.testing.assert_close(attend(scores, 1e-6), attend(scores, None))
-    tied = [1.0, 1, 1, 0]  # no score is above the next
-    torch.testing.assert_close(attend(tied, 1.0), attend(tied, None))
 
 
 @pytest.mark.parametrize("keys", [12, 640])

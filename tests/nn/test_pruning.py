@@ -140,32 +140,6 @@ def test_one_selection_a_forward_pass(selections: mock.Mock) -> None:
     assert selections.call_count == 2
 
 
-@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
-def test_parts_that_were_not_asked_for_are_never_stale(order: tuple[int, int]) -> None:
-    model = pruned()
-    first, second = (model[i] for i in order)
-    original = second.parametrizations.weight.original
-
-    def fresh() -> Tensor:
-        return copy.deepcopy(model)[order[1]].weight.detach()
-
-    first.weight.sum().backward()  # only one layer was used, and its graph is gone
-    second.weight.sum().backward()
-    first.weight.detach()
-    with torch.no_grad():
-        original.mul_(2)  # a step in between
-    torch.testing.assert_close(second.weight, fresh())
-    first.weight.detach()
-    original.data = original.data * 3
-    torch.testing.assert_close(second.weight, fresh())
-    with torch.no_grad():
-        first.weight.detach()
-    assert second.weight.requires_grad
-    first.weight.detach()
-    model.eval()
-    torch.testing.assert_close(second.weight, fresh())
-
-
 def test_an_annealed_tau_is_not_stale_either() -> None:
     tau, amount = Anneal(2.0, 0.1, 1), Anneal(0.2, 0.8, 1)
     model = pruned(amount, tau)
@@ -198,13 +172,6 @@ def test_make_permanent() -> None:
     assert model[0].weight is originals[0] and model[2].weight is originals[1]
     assert sum(int((w == 0).sum()) for w in originals) == 40  # round(0.9 · 45), to even
     assert set(model.state_dict()) == set(mlp().state_dict())
-
-
-def test_make_permanent_takes_along_what_was_pruned_together() -> None:
-    model = pruned(0.9)
-    make_permanent(model[2])
-    assert not parametrize.is_parametrized(model[0])
-    assert sum(int((model[i].weight == 0).sum()) for i in (0, 2)) == 40
 
 
 def test_refuses() -> None:

@@ -212,17 +212,6 @@ def test_a_copy_without_those_that_it_was_pruned_with_says_so(kind: Any, seed: i
     assert torch.equal(one(X), linear(model)[0](X))
 
 
-@pytest.mark.parametrize("kind", ["one by one", "n of m"])
-def test_a_copy_of_a_layer_that_was_pruned_by_itself(kind: str) -> None:
-    model = plain(2)
-    KINDS[kind](model)
-    layer = linear(model.eval())[0]
-    alone, want = copy.deepcopy(layer), layer(X)
-    make_permanent(alone)
-    assert torch.equal(layer(X), want)
-    torch.testing.assert_close(alone(X), want)
-
-
 def test_a_copy_of_all_that_was_pruned_together_is_whole() -> None:
     model = plain(3)
     together(model)

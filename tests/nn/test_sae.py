@@ -72,17 +72,6 @@ def test_eval_is_the_hard_operator_dense_and_sparse(
     torch.testing.assert_close(sae.decode(values, indices), sae(x))
 
 
-def test_straight_through_is_hard_forward_and_soft_backward() -> None:
-    sae, x, weight = make(hard=True), scores(7, 5), scores(7, 12, seed=1)
-    code = sae.encode(x)
-    torch.testing.assert_close(code, make().eval().encode(x))
-    (code * weight).sum().backward()
-    a = activations(make(), x).detach().requires_grad_()
-    y = khot.soft_topk(a, 3, tau=0.2)
-    ((y * a.detach().relu() + khot.topk_mask(a, 3) * a.relu()) * weight).sum().backward()
-    torch.testing.assert_close(sae.encoder_bias.grad, a.grad.sum(0))
-
-
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("tau", [None, 0.2])
 @pytest.mark.parametrize("k", [1, 2, 3, 9.6, 12])
@@ -632,14 +621,6 @@ def test_the_first_mean_is_not_asked_for_in_every_step(monkeypatch: pytest.Monke
         torch.testing.assert_close(layer.bias, (x + 2).mean(0))
 
 
-def test_an_input_that_is_refused_is_no_first_batch() -> None:
-    sae = TopKSAE(5, 12, 3)
-    for call in (sae, sae.loss, sae.encode):
-        with pytest.raises(TypeError, match=r"input must have dtype torch\.float32"):
-            call(scores(7, 5))
-    assert not sae.centred and (sae.mean == 0).all()
-
-
 def test_without_centre_the_bias_starts_at_zero() -> None:
     sae = TopKSAE(5, 12, 3, centre=False)
     sae.loss(scores(7, 5).float())
@@ -794,29 +775,6 @@ def test_gradients_in_half_precision() -> None:
         assert got.grad is not None and want.grad is not None and got.grad.dtype == torch.bfloat16
         error = (got.grad.double() - want.grad).norm() / want.grad.norm()
         assert error < 4 * torch.finfo(torch.bfloat16).eps
-
-
-@pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("hard", [False, True])
-def test_trains_with_an_annealed_size(hard: bool, batch: bool) -> None:
-    """In each step it does what an autoencoder with that number does."""
-    k, x = Anneal(6, 2, 2, "linear"), scores(7, 5)
-    sae = make(k, hard=hard, batch=batch)
-    optimizer = torch.optim.SGD(sae.parameters(), lr=0.1)
-    for size in (6, 4, 2, 2):
-        fixed = make(size, hard=hard, batch=batch)
-        fixed.load_state_dict({name: v for name, v in sae.state_dict().items() if name != "k.taken"})
-        grads = []
-        for layer in (sae, fixed):
-            layer.train().zero_grad()
-            (layer(x) - x).square().mean().backward()
-            grads.append([parameter.grad for parameter in layer.parameters()])
-        torch.testing.assert_close(*grads)
-        for a, b in zip(sae.eval().top(x), fixed.eval().top(x), strict=True):
-            assert a.equal(b)
-        torch.testing.assert_close(sae(x), fixed(x))
-        optimizer.step()
-        k.step()
 
 
 def test_an_ensemble_in_training_counts_for_each_model() -> None:

@@ -165,27 +165,6 @@ def test_joint(design: str, case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("design", [name for name in JOINT if name in FIXED])
-def test_joint_sums(design: str) -> None:
-    """Σ_j P(i, j) = k π_i in designs of fixed size."""
-    probs = torch.stack([random_probs(30, 8, s, 1) for s in (0.1, 1, 5)])
-    want = 8 * inclusion_probs(probs, design)
-    torch.testing.assert_close(joint_inclusion_probs(probs, design).sum(-1), want, atol=1e-8, rtol=0)
-
-
-@pytest.mark.parametrize("design", ["pivotal", "random_pivotal"])
-def test_pivotal_correlation(design: str) -> None:
-    """No two units are positively correlated (Dubhashi, Jonasson, Ranjan 2007), and neighbours repel."""
-    probs = random_probs(8, 3, 0.7, 0)
-    x = draws(probs, design, 200_000)
-    both = (x.T @ x) / len(x)
-    excess = both - probs.unsqueeze(-1) * probs
-    excess.fill_diagonal_(-math.inf)
-    assert excess.max() < stats.norm.isf(FAILURE / 56) * 0.5 / math.sqrt(len(x))
-    if design == "pivotal":
-        assert excess[0, 1] < -0.01
-
-
 @pytest.mark.parametrize("design", FIXED)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_and_shapes(design: str, dtype: torch.dtype) -> None:
