@@ -62,48 +62,67 @@ def shard(value: Any, cuts: list[int], rank: int, n: int) -> Any:
     return value
 
 
-def derivatives(name: str, options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """The result, its gradients without and with a recorded backward pass, and second derivatives."""
+#: Of a call with matrices, the arguments whose rows are spread over processes.
+OF_ROWS = {"soft_assign": 2, "soft_assign within bounds": 3}
+
+
+def computed(
+    name: str, args: list[Tensor], options: dict[str, Any]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The result, what it is differentiable in, and what else there is."""
+    if name == "soft_assign":
+        x, k, capacity, tau = args
+        y, bias = khot.soft_assign(x, k, capacity, tau=tau, return_bias=True, **options)
+        return y, args, [bias]
+    if name == "soft_assign within bounds":
+        x, least_k, most_k, least, most, tau, *total = args
+        options = {"total": total[0] if total else None, "tau": tau, **options}
+        y, bias = khot.soft_assign(x, (least_k, most_k), (least, most), return_bias=True, **options)
+        return y, args, [bias]
+    if name == "soft_budget":
+        x, cost, budget, tau = args
+        return khot.soft_budget(x, cost, budget, tau=tau, **options), args, []
     x, k, tau = args
-    leaves = [x.requires_grad_(), tau.requires_grad_()]
-    if name != "soft_topk_magnitude":
-        leaves.append(k.requires_grad_())
     scale = {"epsilon": tau} if name == "ot_topk" else {"tau": tau}
     y = getattr(khot, name)(x, k, **scale, **options)
+    return y, [x, tau, *[k] * (name != "soft_topk_magnitude")], []
+
+
+def derivatives(
+    name: str, options: dict[str, Any], args: list[Tensor], weights: Tensor, second: bool = True
+) -> list[Tensor]:
+    """The result, its gradients without and with a recorded backward pass, and second derivatives."""
+    y, leaves, others = computed(name, [v.detach().clone().requires_grad_() for v in args], options)
     loss = (y.masked_fill(y.isinf(), 0).square() * weights).sum()
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    again = torch.autograd.grad(loss, leaves, create_graph=True)
-    # one term is replicated, like its inputs, and one is spread
-    outer = (again[0] * weights.sin()).sum() + sum(g.square().sum() for g in again[1:])
-    second = torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)
-    return [v.detach() for v in (y, *first, *again, *second)]
+    found = [*torch.autograd.grad(loss, leaves, retain_graph=True)]
+    if second:
+        again = torch.autograd.grad(loss, leaves, create_graph=True)
+        # terms that are spread, like their inputs, and that are replicated
+        outer = sum(
+            (g * weights.sin()).sum() if g.shape == weights.shape else g.square().sum() for g in again
+        )
+        found += [*again, *torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)]
+    return [v.detach() for v in (y, *found, *others)]
 
 
 def derivatives_of_shards(
-    group: Any, name: str, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
+    group: Any,
+    name: str,
+    options: dict[str, Any],
+    args: list[Tensor],
+    weights: Tensor,
+    cuts: list[int],
+    second: bool = True,
 ) -> list[Tensor]:
     n, rank = args[0].shape[-1], group.rank()
-    options = {key: shard(value, cuts, rank, n) for key, value in options.items()}
-    x = shard(args[0], cuts, rank, n)
-    return derivatives(name, {**options, "group": group}, [x, *args[1:]], shard(weights, cuts, rank, n))
-
-
-def budgets(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """The shares of a budget, their gradients, and second derivatives."""
-    x, cost, budget, tau = leaves = [v.detach().clone().requires_grad_() for v in args]
-    y = khot.soft_budget(x, cost, budget, tau=tau, **options)
-    loss = (y.square() * weights).sum()
-    first = torch.autograd.grad(loss, leaves, create_graph=True)
-    outer = sum((g * weights.sin()).sum() for g in first[:2]) + sum(g.square().sum() for g in first[2:])
-    return [v.detach() for v in (y, *first, *torch.autograd.grad(outer, leaves))]
-
-
-def budgets_of_shards(
-    group: Any, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
-) -> list[Tensor]:
-    n, rank = args[0].shape[-1], group.rank()
-    mine = [shard(v, cuts, rank, n) for v in args]
-    return budgets({**options, "group": group}, mine, shard(weights, cuts, rank, n))
+    if name in OF_ROWS:
+        mine = slice(cuts[rank], cuts[rank + 1])
+        args = [v[:, mine] for v in args[: OF_ROWS[name]]] + args[OF_ROWS[name] :]
+        weights = weights[:, mine].contiguous()
+    else:
+        options = {key: shard(value, cuts, rank, n) for key, value in options.items()}
+        args, weights = [shard(v, cuts, rank, n) for v in args], shard(weights, cuts, rank, n)
+    return derivatives(name, {**options, "group": group}, args, weights, second)
 
 
 def passes(group: Any, name: str, options: dict[str, Any], args: list[Tensor], cuts: list[int]) -> Tensor:
@@ -125,56 +144,6 @@ def passes(group: Any, name: str, options: dict[str, Any], args: list[Tensor], c
     finally:
         setattr(kernel, "root", root)  # noqa: B010
     return torch.cat([found.flatten() for found in counted])
-
-
-def assignments(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """The result of soft_assign, its gradients, second derivatives, and the bias."""
-    x, k, capacity, tau = leaves = [v.detach().clone().requires_grad_() for v in args]
-    y, bias = khot.soft_assign(x, k, capacity, tau=tau, return_bias=True, **options)
-    loss = (y.square() * weights).sum()
-    first = torch.autograd.grad(loss, leaves, create_graph=True)
-    # two terms are spread, like their inputs, and two are replicated
-    outer = (first[0] * weights.sin()).sum() + first[1].square().sum()
-    outer = outer + sum(g.square().sum() for g in first[2:])
-    return [v.detach() for v in (y, *first, *torch.autograd.grad(outer, leaves), bias)]
-
-
-def assignments_of_shards(
-    group: Any, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
-) -> list[Tensor]:
-    mine = slice(cuts[group.rank()], cuts[group.rank() + 1])
-    x, k, *common = args
-    return assignments(
-        {**options, "group": group}, [x[:, mine], k[:, mine], *common], weights[:, mine].contiguous()
-    )
-
-
-def bounded_assignments(options: dict[str, Any], args: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """The same within bounds: the result, its gradients, and the bias."""
-    x, least_k, most_k, least, most, tau, *total = leaves = [
-        v.detach().clone().requires_grad_() for v in args
-    ]
-    y, bias = khot.soft_assign(
-        x,
-        (least_k, most_k),
-        (least, most),
-        total=total[0] if total else None,
-        tau=tau,
-        return_bias=True,
-        **options,
-    )
-    grads = torch.autograd.grad((y.square() * weights).sum(), leaves)
-    return [v.detach() for v in (y, *grads, bias)]
-
-
-def bounded_assignments_of_shards(
-    group: Any, options: dict[str, Any], args: list[Tensor], weights: Tensor, cuts: list[int]
-) -> list[Tensor]:
-    mine = slice(cuts[group.rank()], cuts[group.rank() + 1])
-    of_rows, common = [v[:, mine] for v in args[:3]], args[3:]
-    return bounded_assignments(
-        {**options, "group": group}, [*of_rows, *common], weights[:, mine].contiguous()
-    )
 
 
 def rows_assigned(group: Any, x: Tensor, k: float, options: dict[str, Any], cuts: list[int]) -> Tensor:

@@ -369,10 +369,10 @@ def test_rows_over_processes(special: bool, at_most: bool, cuts: list[int]) -> N
     args = [x, k, capacity, torch.tensor([0.3, 1.0]).double()]
     weights = scores(2, 9, 4, seed=10)
     options = {"at_most": at_most}
-    parts = processes.run(2, shards.assignments_of_shards, options, args, weights, cuts)
-    for i, whole in enumerate(shards.assignments(options, args, weights)):
+    parts = processes.run(2, shards.derivatives_of_shards, "soft_assign", options, args, weights, cuts)
+    for i, whole in enumerate(shards.derivatives("soft_assign", options, args, weights)):
         shares = [part[i] for part in parts]
-        spread = i in (0, 1, 2, 5, 6)  # y, and what belongs to x and k
+        spread = i in (0, 1, 2, 5, 6, 9, 10)  # y, and what belongs to x and k
         for share in shares if not spread else [torch.cat(shares, 1)]:
             torch.testing.assert_close(share, whole, rtol=1e-8, atol=1e-8)
 

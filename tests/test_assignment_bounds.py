@@ -471,8 +471,9 @@ def test_rows_over_processes(cuts: list[int], total: bool, cdf: str) -> None:
     ]
     weights = scores(2, 9, 4, seed=10)
     args = args if total else args[:-1]
-    parts = processes.run(2, shards.bounded_assignments_of_shards, {"cdf": cdf}, args, weights, cuts)
-    for i, whole in enumerate(shards.bounded_assignments({"cdf": cdf}, args, weights)):
+    given = ("soft_assign within bounds", {"cdf": cdf}, args, weights)
+    parts = processes.run(2, shards.derivatives_of_shards, *given, cuts, False)
+    for i, whole in enumerate(shards.derivatives(*given, False)):
         shares = [part[i] for part in parts]
         spread = i < 4  # y, and what belongs to x and the bounds of rows
         for share in shares if not spread else [torch.cat(shares, 1)]:

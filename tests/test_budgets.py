@@ -519,7 +519,9 @@ def test_a_sum_of_costs_over_processes(dtype: torch.dtype, by: str) -> None:
     cost = torch.full_like(x, 0.1)
     budget = cost.double().sum(-1) * (1 + 0.5 * budget_rows.soft_share(3000, dtype))
     args = [x, cost, budget, f64(1.0, 0.5)]
-    parts = processes.run(2, shards.budgets_of_shards, {"by": by}, args, torch.ones_like(x), [0, 40, 3000])
+    parts = processes.run(
+        2, shards.derivatives_of_shards, "soft_budget", {"by": by}, args, torch.ones_like(x), [0, 40, 3000]
+    )
     assert all((part[0] == 1).all() for part in parts)
 
 
@@ -532,12 +534,14 @@ def test_rows_over_processes(cdf: str, by: str) -> None:
     args = [x, cost, budget, f64(0.7, 1.0, 0.3)]
     weights = problem("uniform", 3, 12, seed=3)[0]
     options = {"cdf": cdf, "by": by}
-    parts = processes.run(2, shards.budgets_of_shards, options, args, weights, [0, 5, 12])
-    want = shards.budgets(options, args, weights)
+    parts = processes.run(2, shards.derivatives_of_shards, "soft_budget", options, args, weights, [0, 5, 12])
+    want = shards.derivatives("soft_budget", options, args, weights)
     for i, whole in enumerate(want):
         shares = [part[i] for part in parts]
         sharded = shares[0].shape != whole.shape
         got = torch.cat(shares, -1) if sharded else shares[1]
         torch.testing.assert_close(got, whole, rtol=1e-9, atol=1e-9)
     with pytest.raises(RuntimeError, match="hard must be False with a group"):
-        processes.run(2, shards.budgets_of_shards, {"hard": True}, args, weights, [0, 5, 12])
+        processes.run(
+            2, shards.derivatives_of_shards, "soft_budget", {"hard": True}, args, weights, [0, 5, 12]
+        )
