@@ -72,6 +72,20 @@ def test_results_on_pages_are_compared() -> None:
     assert found == ["", "2\n", "0\n1\n", "ValueError: a\n"]
 
 
+@pytest.mark.parametrize("page", [*PAGES, *sorted((DOCS / "api").glob("*.md"))], ids=lambda path: path.name)
+def test_links_can_be_followed_on_a_code_host(page: Path) -> None:
+    """To files, and of the reference to the entries that the site has there."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"`\]\[[^\]]*\]", text)
+    for file, name in re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)", text):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        if name.startswith("khot."):
+            assert re.search(rf"^::: {re.escape(name)}$", target.read_text(encoding="utf-8"), re.MULTILINE), (
+                name
+            )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
