@@ -1,5 +1,6 @@
-// khot::masked, khot::topk, khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its backward for the
-// CPU: tensors in and out, rows shared among torch's threads. The schemas are defined in khot/_ops.
+// khot::masked, khot::topk, khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its
+// backward for the CPU: tensors in and out, rows shared among torch's threads. The schemas are defined in
+// khot/_ops.
 #include "bindings/selection.h"
 
 #include <tuple>

@@ -18,9 +18,9 @@ namespace khot::KHOT_ISA {
 struct Remainder {
   Row row;
   int64_t n = 0;
-  double k, few;  // few is min(k, n - k) over the entries of the whole row that may be selected
-  double guess;   // of the threshold, without the CDF's median
-  Cut cut;        // NaN where the entries of rank k and k + 1 were not asked for
+  double k, few;          // few is min(k, n - k) over the entries of the whole row that may be selected
+  double guess;           // of the threshold, without the CDF's median
+  Cut cut;                // NaN where the entries of rank k and k + 1 were not asked for
   double density = kNan;  // the entries about the threshold, per unit of a score, where they were counted
 };
 
