@@ -12,7 +12,7 @@ HAS := $(VENV)/.has-
 CSRC := $(wildcard csrc/*.h csrc/*/*.h csrc/*/*.cpp)
 # khot for JAX has an environment of its own, without torch
 JAX := .venv-jax
-JAXSRC := $(wildcard jax/csrc/*)
+JAXSRC := $(wildcard khot-jax/csrc/*)
 # What `make test` runs, with the extra `test` alone: six minutes of one core. The rest, of which the operators' table is
 # the largest part, is for `make test-all`.
 QUICK := README.md docs src/khot tests/test_house.py $(addprefix tests/test_,$(addsuffix .py,topk counting masks selection \
@@ -56,13 +56,13 @@ test-all: $(HAS)dev ## run all tests but the slow ones (ARGS="-k name" for some 
 test-slow: $(HAS)dev ## run the slow tests, too
 	$(BIN)/pytest -m "" $(ARGS)
 
-$(JAX)/.installed: $(CSRC) $(JAXSRC) $(wildcard jax/khot_jax/*.py) jax/pyproject.toml jax/setup.py
+$(JAX)/.installed: $(CSRC) $(JAXSRC) $(wildcard khot-jax/khot_jax/*.py) khot-jax/pyproject.toml khot-jax/setup.py
 	$(PYTHON) -m venv $(JAX)
-	$(JAX)/bin/python -m pip --disable-pip-version-check install './jax[test]'
+	$(JAX)/bin/python -m pip --disable-pip-version-check install './khot-jax[test]'
 	touch $@
 
 test-jax: $(JAX)/.installed ## build khot for JAX, and run its tests
-	cd jax && ../$(JAX)/bin/pytest -n auto $(ARGS)
+	cd khot-jax && ../$(JAX)/bin/pytest -n auto $(ARGS)
 
 matrix: ## build with other versions of torch and run the operators' table (TORCH="2.6.0 newest" for some of them)
 	set -e; for version in $(TORCH); do .ci/try-torch $(PYTHON) $$version $(ARGS); done
@@ -100,13 +100,13 @@ dist: $(HAS)release ## build the source distributions and wheels, of khot also t
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	KHOT_PURE=1 $(PIP) wheel --no-build-isolation --no-deps -w dist dist/khot-*.tar.gz
-	$(BIN)/python -m build --outdir dist jax
+	$(BIN)/python -m build --outdir dist khot-jax
 
 dist-test: $(HAS)dev dist ## install each wheel in a new environment, and run the tests outside the source tree
 	KHOT_REQUIRE_COMPILED=1 .ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-abi3-*.whl $(ARGS)
 	.ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-none-any.whl $(ARGS)
 
 clean: ## remove build output and caches (.venv stays)
-	rm -rf build dist jax/build site docs/katex/node_modules src/*.egg-info jax/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist khot-jax/build site docs/katex/node_modules src/*.egg-info khot-jax/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f src/khot/*.so khot-demo.png $(HAS)* $(JAX)/.installed
 	find src tests reproduce -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@ The target depends on 6 of the features. A gate in front of a small network lets
 by `khot_jax.sample_khot`. Logits, k and the network learn together, with a price a feature. A k between
 two integers lets through as many as one of them, so that the expected loss is smooth in k.
 
-It needs khot for JAX, flax and optax: pip install ./jax flax optax
+It needs khot for JAX, flax and optax: pip install ./khot-jax flax optax
 
     python examples/jax_gate.py           # 20 s on one core
     python examples/jax_gate.py --seed 1 --steps 2000

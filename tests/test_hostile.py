@@ -542,7 +542,6 @@ ROWS: dict[str, Row] = {
         {**ATTENDED, "top_k": 2.0, "candidates": 4},
         {"value": "scores", "candidates": "size"},
         candidates=(None,),
-        top_k=("tensor",),  # more than candidates count as all of them
     ),
     "khot.nn.topk_attention gap": of(
         partial(khot.nn.topk_attention, hard=True),

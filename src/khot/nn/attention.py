@@ -708,7 +708,9 @@ def _check_gap(gap: float) -> None:
 
 
 def _check_candidates(candidates: int, top_k: Scalar) -> None:
-    if not isinstance(top_k, Tensor) and top_k > candidates:
+    if isinstance(top_k, Tensor):
+        arguments.check_values(top_k, "top_k", low=0, high=candidates)
+    elif top_k > candidates:
         raise ValueError(f"top_k must be at most candidates = {candidates}, but got {top_k}")
 
 

@@ -1,6 +1,6 @@
 """What a soft top-k costs in JAX, on a CPU, in softmaxes, and what it gets wrong.
 
-    python jax/benchmarks/peers.py            # writes benchmarks/results/jax.md
+    python khot-jax/benchmarks/peers.py            # writes benchmarks/results/jax.md
 
 It runs in an environment with jax and khot_jax, without torch. softjax and ott-jax take part where they are
 installed. One thread of one core; the CPU time of the process; each call alternates with ``jax.nn.softmax``
@@ -173,7 +173,7 @@ def main() -> None:
     lines = [
         "# Soft top-k in JAX, on a CPU",
         "",
-        "Written by `python jax/benchmarks/peers.py`.",
+        "Written by `python khot-jax/benchmarks/peers.py`.",
         "",
         f"processor: {processor()}; threads: 1; time: CPU time; "
         f"kernels: {khot_jax.instruction_set() or 'none'}; {versions}; "

@@ -1,6 +1,6 @@
 """Writes figures.json: values and gradients of khot's torch operators, which those for JAX have to equal.
 
-It runs where torch and khot are installed, `python jax/tests/figures.py`. The tests need neither.
+It runs where torch and khot are installed, `python khot-jax/tests/figures.py`. The tests need neither.
 Inputs are drawn here as well, so that the file is all that the tests need.
 """
 
