@@ -97,7 +97,7 @@ def benchmarks() -> str:
         parts += [
             "<details markdown>",
             f"<summary>{title}</summary>",
-            f"`python -m benchmarks.{command}`",
+            f"`python {command}`",
             text,
         ]
         plots = [p.name for p in sorted(path.parent.glob(f"{path.stem}*.png")) if p.name not in text]
@@ -107,12 +107,16 @@ def benchmarks() -> str:
 
 def benchmark(name: str) -> tuple[str, str]:
     """The first line of a benchmark, a script or a function of benchmarks/times.py, and its command."""
+    if name == "jax":
+        script = ROOT / "khot-jax" / "benchmarks" / "peers.py"
+        document = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+        return document.partition("\n")[0].rstrip(".:"), str(script.relative_to(ROOT))
     script = ROOT / "benchmarks" / f"{name}.py"
     own = script.exists()
     tree = ast.parse((script if own else script.with_name("times.py")).read_text(encoding="utf-8"))
     node = tree if own else next(f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == name)
     title = (ast.get_docstring(node) or "").partition("\n")[0].partition(": `")[0].rstrip(".:")
-    return title, name if own else f"times {name}"
+    return title, f"-m benchmarks.{name if own else f'times {name}'}"
 
 
 def results() -> str:
