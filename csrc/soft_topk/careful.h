@@ -26,6 +26,7 @@ struct Bracket {
 
 struct Cut {  // the entries of rank ceil(k) and floor(k) + 1
   double last, next;
+  double middle() const { return 0.5 * last + 0.5 * next; }
 };
 
 struct Sums {
@@ -67,7 +68,7 @@ class CarefulSolver {
     if (cut != nullptr) {
       bracket.tighten(order_bounds(cut->last, std::ceil(k_)));
       bracket.tighten(order_bounds(cut->next, std::floor(k_) + 1));
-      guess = 0.5 * cut->last + 0.5 * cut->next - tau_ * F_.median;
+      guess = cut->middle() - tau_ * F_.median;
     } else if (bracket.high - bracket.low > (C::full_support ? 64 : 8) * tau_) {
       guess = histogram_search(bracket);
     }

@@ -40,10 +40,10 @@ KHOT_APART Remainder reduced(const Order& order, const Row& row, int64_t n, doub
   const I bottom = std::min(order.key_of(cut.next - reach), next) - 1;
   const I top = std::max(order.key_of(cut.last + reach), last) + 1;
   const int64_t above = order.at_least(scratch, n, top), size = order.at_least(scratch, n, bottom) - above;
-  const double few = std::min(k - pinned, selectable - k), guess = 0.5 * cut.last + 0.5 * cut.next;
-  if (size > n / 4) return {row, n, k, few, guess, cut};
+  const double few = std::min(k - pinned, selectable - k);
+  if (size > n / 4) return {row, n, k, few, cut.middle(), cut};
   order.entries(scratch, n, bottom, top);
-  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, guess, cut};
+  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, cut.middle(), cut};
 }
 
 template <class C>
@@ -106,11 +106,10 @@ class WideSolver {
     const int kept = around.keep(reach, static_cast<float*>(scratch));
     if (!around.neighbours(cut.last, cut.next)) return false;
     if (rank > k) cut.next = cut.last;
-    const double guess = 0.5 * cut.last + 0.5 * cut.next;
     if (kept > n_ / 4) {
-      rest = {row_, n_, k, few, guess, cut};
+      rest = {row_, n_, k, few, cut.middle(), cut};
     } else {
-      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, guess, cut};
+      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, cut.middle(), cut};
     }
     return true;
   }

@@ -199,7 +199,7 @@ def sample_khot(
     if mask is not None:
         arguments.check_input(logits, "logits")
         arguments.mask_rows(mask, logits, -1)
-        logits = torch.where(mask, logits, -math.inf)
+        logits = arguments.masked(logits, mask.expand(logits.shape), -math.inf)
     return draw(logits, k, dim, generator=generator, **given)
 
 

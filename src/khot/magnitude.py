@@ -110,7 +110,8 @@ def _magnitude(
 ) -> Tensor:
     """:func:`soft_topk_magnitude`."""
     row = rows.named(group)
-    if rescale is False and row.here and isinstance(input, Tensor):
+    known = mask is None or (isinstance(mask, Tensor) and arguments.readable(mask))
+    if rescale is False and row.here and isinstance(input, Tensor) and known:
         # one operator, because |x|, the signs and their product would take longer than the kernel
         _check_p(p)
         x = arguments.rows(input, dim, mask, fill=0)  # an entry of 0 takes nothing from others
@@ -146,9 +147,7 @@ eager.PYTHON_WAY["soft_topk_magnitude"] = eager.PYTHON_WAY["sizes"] = (
 
 def _enough(mask: Tensor, count: Tensor) -> bool:
     """Whether it is known that each row has as many entries under the mask as are to be selected."""
-    if not (arguments.readable(mask) and arguments.readable(count)):
-        return False
-    return bool((mask.sum(-1, dtype=torch.int32) >= count).all())
+    return arguments.readable(count) and bool((arguments.sizes(mask) >= count).all())
 
 
 def _absolute(input: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,7 @@ __all__ = [
     "readable",
     "rows",
     "shows_nan",
+    "sizes",
     "unasked",
     "unrows",
 ]
@@ -426,10 +427,15 @@ def check_values(
     return value
 
 
+def sizes(present: Tensor) -> Tensor:
+    """How many entries of each row are there, in int32, in which torch sums bools in half the time."""
+    return present.sum(-1, dtype=torch.int32)
+
+
 def check_enough(present: Tensor, name: str, number: int) -> None:
     """Raise if a row has fewer entries than the number, if they can be read."""
     if readable(present) and present.numel():
-        fewest = int(present.sum(-1).amin())
+        fewest = int(sizes(present).amin())
         if fewest < number:
             raise ValueError(
                 f"{name} must be at most the number of entries under the mask, but got {number} for a row "

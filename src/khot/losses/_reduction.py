@@ -12,7 +12,15 @@ from khot._core.packed import note_weights
 from khot._core.rows import batch
 from khot._ops.ranking_losses import counted_mean
 
-__all__ = ["Reduction", "check_reduction", "over_batch", "reduce", "reduce_counted", "reduce_wide"]
+__all__ = [
+    "Reduction",
+    "check_reduction",
+    "over_batch",
+    "reduce",
+    "reduce_counted",
+    "reduce_over",
+    "reduce_wide",
+]
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -47,6 +55,14 @@ def reduce_counted(loss: Tensor, counted: Tensor, reduction: Reduction, dtype: t
     if reduction == "mean":
         return (loss.sum() / over_batch(counted.sum()).clamp(min=1)).to(dtype)
     return reduce(loss, reduction).to(dtype)
+
+
+def reduce_over(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
+    """The reduction over what is counted, as of PyTorch's losses with an index to ignore: the others are 0,
+    and the mean over none is NaN."""
+    note_weights(counted)
+    loss = torch.where(counted, loss, 0)
+    return loss.sum() / over_batch(counted.sum()) if reduction == "mean" else reduce(loss, reduction)
 
 
 def over_batch(number: Tensor) -> Tensor:

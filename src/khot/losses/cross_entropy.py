@@ -15,12 +15,11 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
-from khot._core.packed import note_weights
 from khot._core.precision import greatest, vector, wide_dtype, widen
 from khot._core.ways import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce, reduce_wide
+from khot.losses._reduction import Reduction, check_reduction, reduce_over, reduce_wide
 from khot.selection import topk
 
 __all__ = ["TopKCrossEntropyLoss"]
@@ -196,10 +195,7 @@ def _loss(
     loss = loss.squeeze(-1) if share is None else torch.where(share > 0, share * loss, 0).sum(-1)
     if counted is None:
         return reduce_wide(loss, reduction, input.dtype)
-    note_weights(counted)
-    loss = torch.where(counted, loss, 0)
-    total = loss.sum() / over_batch(counted.sum()) if reduction == "mean" else reduce(loss, reduction)
-    return total.to(input.dtype)
+    return reduce_over(loss, counted, reduction).to(input.dtype)
 
 
 def _target(

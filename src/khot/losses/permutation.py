@@ -15,7 +15,7 @@ from khot._core.packed import note_weights
 from khot._core.ways import by_rows
 from khot._ops.permutation import log_shares
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce
+from khot.losses._reduction import Reduction, check_reduction, reduce, reduce_over
 
 __all__ = ["permutation_cross_entropy"]
 
@@ -80,14 +80,12 @@ def permutation_cross_entropy(
     there = None if mask is None else x != -math.inf
     index, counted = _order_rows(target, input, x, dim, there)
     loss = 0.0 - log_shares(x, index, tau, F)  # not −0
-    note_weights(torch.ones_like(loss) if counted is None else counted)
-    if counted is not None:
-        loss = torch.where(counted, loss, 0)
-        if reduction == "mean":
-            return loss.sum() / over_batch(counted.sum())
-    if reduction == "none":
-        return arguments.unrows(loss, input, dim)
-    return reduce(loss, reduction)
+    if counted is None:
+        note_weights(torch.ones_like(loss))
+        loss = reduce(loss, reduction)
+    else:
+        loss = reduce_over(loss, counted, reduction)
+    return arguments.unrows(loss, input, dim) if reduction == "none" else loss
 
 
 def _order_rows(
