@@ -97,6 +97,31 @@ struct GradientRows : Interface {
   double *dk, *dtau;  // null where they are not wanted
 };
 
+template <class Rows, class Numbers>
+struct PricedRows final : SelectionRows<Rows, Numbers, Numbers, BudgetRows> {
+  Rows costs;
+
+  template <class... Given>
+  explicit PricedRows(Rows costs, Given&&... given)
+      : SelectionRows<Rows, Numbers, Numbers, BudgetRows>(std::forward<Given>(given)...),
+        costs(std::move(costs)) {}
+  Row cost(int64_t row) const override { return costs(row); }
+};
+
+template <class Rows, class Numbers>
+struct PricedGradients final : GradientRows<Rows, Numbers, Numbers, BudgetBackwardRows> {
+  Rows costs;
+  Results cost_results;
+
+  template <class... Given>
+  PricedGradients(Rows costs, Results cost_results, Given&&... given)
+      : GradientRows<Rows, Numbers, Numbers, BudgetBackwardRows>(std::forward<Given>(given)...),
+        costs(std::move(costs)),
+        cost_results(cost_results) {}
+  Row cost(int64_t row) const override { return costs(row); }
+  void* grad_cost(int64_t row) const override { return cost_results(row); }
+};
+
 // Levels, and gradients in their counts, stand one behind the other: m for each row.
 template <class Rows, class Numbers, class Grads>
 struct LevelRows final : CountRows {

@@ -47,40 +47,19 @@ BudgetSpec to_spec(const std::string& cdf, double shape, const std::string& by, 
           slack_of(n, to_dtype(cost.scalar_type()))};
 }
 
-using Selection = SelectionRows<Rows, RowScalars, RowScalars, BudgetRows>;
-using Gradients = GradientRows<Rows, RowScalars, RowScalars, BudgetBackwardRows>;
-
-struct Forward final : Selection {
-  Rows costs;
-
-  template <class... Given>
-  explicit Forward(Rows costs, Given... given) : Selection(given...), costs(std::move(costs)) {}
-  Row cost(int64_t row) const override { return costs(row); }
-};
-
 std::tuple<Tensor, Tensor, Tensor> soft_budget(Tensor x, Tensor cost, Tensor budget, Tensor tau, Text cdf,
                                                double shape, Text by, bool at_most) {
   const Shape of(x);
   const BudgetSpec spec = to_spec(cdf, shape, by, at_most, of.n, cost);
   Tensor out = empty(x, of.sizes), hi = per_row(x, of), lo = per_row(x, of);
-  const Forward rows(Rows(cost, of.batch, of.n), Rows(x, of.batch), RowScalars(budget, of.batch),
-                     RowScalars(tau, of.batch), results_in(out), numbers_in(hi), numbers_in(lo));
+  const PricedRows<Rows, RowScalars> rows(Rows(cost, of.batch, of.n), Rows(x, of.batch),
+                                          RowScalars(budget, of.batch), RowScalars(tau, of.batch),
+                                          results_in(out), numbers_in(hi), numbers_in(lo));
   share(spec, of.rows, [&](const BudgetSpec& spec, int64_t begin, int64_t end) {
     kernels().budget(spec, rows, begin, end);
   });
   return {out, hi, lo};
 }
-
-struct Backward final : Gradients {
-  Rows costs;
-  Results cost_results;
-
-  template <class... Given>
-  Backward(Rows costs, Results cost_results, Given... given)
-      : Gradients(given...), costs(std::move(costs)), cost_results(cost_results) {}
-  Row cost(int64_t row) const override { return costs(row); }
-  void* grad_cost(int64_t row) const override { return cost_results(row); }
-};
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> soft_budget_backward(Tensor grad, Tensor grad_lo, Tensor x,
                                                                 Tensor cost, Tensor hi, Tensor lo, Tensor tau,
@@ -91,10 +70,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> soft_budget_backward(Tensor grad, Ten
   Tensor grad_x = empty(x, of.sizes), grad_cost = empty(cost, of.sizes);
   Tensor grad_budget = empty(hi, of.batch), grad_tau = empty(hi, of.batch);
   const Rows scores(x, of.batch);
-  const Backward rows(Rows(cost, of.batch, of.n), results_in(grad_cost), scores.dtype(), scores,
-                      RowScalars(tau, of.batch), std::nullopt, Rows(grad, of.batch),
-                      RowScalars(grad_lo, of.batch), RowScalars(hi, of.batch), RowScalars(lo, of.batch),
-                      results_in(grad_x), numbers_in(grad_budget), numbers_in(grad_tau));
+  const PricedGradients<Rows, RowScalars> rows(
+      Rows(cost, of.batch, of.n), results_in(grad_cost), scores.dtype(), scores, RowScalars(tau, of.batch),
+      std::nullopt, Rows(grad, of.batch), RowScalars(grad_lo, of.batch), RowScalars(hi, of.batch),
+      RowScalars(lo, of.batch), results_in(grad_x), numbers_in(grad_budget), numbers_in(grad_tau));
   share(spec, of.rows, [&](const BudgetSpec& spec, int64_t begin, int64_t end) {
     kernels().budget_backward(spec, rows, begin, end);
   });

@@ -1,46 +1,19 @@
-// How rows are shared among torch's threads. No result depends on the number of threads.
+// torch's threads, among which rows are shared.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-
-#include "kernels.h"
+#include <cstdint>
 
 namespace khot {
 
-// From this length on, a row is worth sharing among threads where there are fewer rows than threads.
-constexpr int64_t kLongRow = 1 << 17;
-constexpr int64_t kGrain = 1 << 14;  // the number of entries that are worth waking a thread for
+inline int64_t threads() { return torch::stable::get_num_threads(); }
 
-// body(begin, end) for ranges of the rows, of `length` entries each.
 template <class Body>
-void row_ranges(int64_t rows, int64_t length, const Body& body) {
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, length)), body);
-}
-
-// The threads of a kernel that shares one long row among them.
-constexpr Parallel kInside{[](int64_t count, void* context, void (*body)(void*, int64_t)) {
-  torch::stable::parallel_for(0, count, 1, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(context, i);
-  });
-}};
-
-// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is
-// shared.
-template <class SomeSpec, class Serve>
-void share(SomeSpec spec, int64_t rows, const Serve& serve) {
-  if (rows == 0) return;
-  if (rows < static_cast<int64_t>(torch::stable::get_num_threads()) && spec.n >= kLongRow) {
-    spec.inside = &kInside;
-    serve(spec, 0, rows);
-    return;
-  }
-  // Short rows are solved in groups. The groups must not depend on the number of threads, or results would.
-  const int64_t together = spec.n <= kShortRow ? kMostLanes : 1, groups = (rows + together - 1) / together;
-  row_ranges(groups, together * std::max<int64_t>(1, spec.n), [&](int64_t begin, int64_t end) {
-    serve(spec, begin * together, std::min(rows, end * together));
-  });
+void ranges(int64_t count, int64_t grain, const Body& body) {
+  torch::stable::parallel_for(0, count, grain, body);
 }
 
 }  // namespace khot
+
+#include "bindings/share.h"

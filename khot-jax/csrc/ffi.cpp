@@ -47,31 +47,6 @@ struct Rows {
   Row operator()(int64_t row) const { return {data + row * bytes, dtype, 1}; }
 };
 
-// A number for each row, in float or in double.
-struct Numbers {
-  const void* data = nullptr;
-  bool wide = false;
-
-  Numbers() = default;
-  explicit Numbers(const Buffer& x) : data(x.untyped_data()), wide(x.element_type() == ffi::F64) {}
-  double operator()(int64_t row) const {
-    if (data == nullptr) return 0;
-    return wide ? static_cast<const double*>(data)[row] : static_cast<const float*>(data)[row];
-  }
-};
-
-struct ResultNumbers {
-  void* data = nullptr;
-  bool wide = false;
-
-  ResultNumbers() = default;
-  explicit ResultNumbers(Result& x) : data(x->untyped_data()), wide(x->element_type() == ffi::F64) {}
-  void put(int64_t row, double value) const {
-    wide ? static_cast<double*>(data)[row] = value
-         : static_cast<float*>(data)[row] = static_cast<float>(value);
-  }
-};
-
 Results results_in(Result& x, int64_t n) {
   return {static_cast<char*>(x->untyped_data()), n * bytes_of(x->element_type())};
 }
@@ -86,112 +61,61 @@ struct Shape {
   }
 };
 
+// Numbers of rows are double to the kernels; in a buffer they are so of rows of double, else float.
+struct Doubles : std::vector<double> {
+  using std::vector<double>::vector;
+
+  explicit Doubles(const Buffer& x) : vector(x.element_count()) {
+    if (x.element_type() == ffi::F64) {
+      std::copy_n(static_cast<const double*>(x.untyped_data()), size(), begin());
+    } else {
+      std::copy_n(static_cast<const float*>(x.untyped_data()), size(), begin());
+    }
+  }
+  operator Listed() const { return {data()}; }
+  void write(Result& to) const {
+    if (to->element_type() == ffi::F64) {
+      std::copy(begin(), end(), static_cast<double*>(to->untyped_data()));
+    } else {
+      std::transform(begin(), end(), static_cast<float*>(to->untyped_data()),
+                     [](double value) { return static_cast<float>(value); });
+    }
+  }
+};
+
 // Thresholds are pairs, of floats for rows of float: these have all digits that are asked of such rows. Where
 // all or none is selected, they are the greatest number of the dtype, as kernels have that of double.
 constexpr double kMost = std::numeric_limits<double>::max(), kMostFloat = std::numeric_limits<float>::max();
 
-struct ResultPairs {
-  ResultNumbers his, los;
-
-  void put(int64_t row, Threshold t) const {
-    if (!his.wide) {
-      const double high =
-          std::abs(t.hi) == kMost ? std::copysign(kMostFloat, t.hi) : static_cast<float>(t.hi);
-      t = {high, std::abs(t.hi) == kMost ? high : (t.hi - high) + t.lo};
-    }
-    his.put(row, t.hi), los.put(row, t.lo);
-  }
-};
-
 struct Pairs {
-  Numbers his, los;
+  Doubles hi, lo;
 
-  Threshold operator()(int64_t row) const {
-    const double hi = his(row), lo = los(row);
-    if (his.wide) return {hi, lo};
-    if (std::abs(hi) == kMostFloat) return {std::copysign(kMost, hi), std::copysign(kMost, hi)};
-    return {hi + lo, 0};
+  explicit Pairs(int64_t rows) : hi(rows), lo(rows) {}
+  Pairs(const Buffer& his, const Buffer& los) : hi(his), lo(los) {
+    if (his.element_type() == ffi::F64) return;
+    for (size_t i = 0; i < hi.size(); ++i) {
+      const bool fixed = std::abs(hi[i]) == kMostFloat;
+      hi[i] = fixed ? std::copysign(kMost, hi[i]) : hi[i] + lo[i];
+      lo[i] = fixed ? hi[i] : 0;
+    }
+  }
+  void write(Result& his, Result& los) {
+    for (size_t i = 0; i < hi.size() && his->element_type() != ffi::F64; ++i) {
+      const bool fixed = std::abs(hi[i]) == kMost;
+      const double high = fixed ? std::copysign(kMostFloat, hi[i]) : static_cast<float>(hi[i]);
+      lo[i] = fixed ? high : (hi[i] - high) + lo[i];
+      hi[i] = high;
+    }
+    hi.write(his), lo.write(los);
   }
 };
 
-// ------------------------------------------------------------------------------------------- what kernels
-// ask
+using Taus = Invertible<Listed>;
 
-template <class Interface>
-struct Forward : Interface {
-  Forward(const Buffer& x, int64_t n, const Buffer& goal, const Buffer& tau, Result& out, Result& hi,
-          Result& lo)
-      : scores(x, n),
-        goals(goal),
-        taus{Numbers(tau)},
-        results(results_in(out, n)),
-        thresholds{ResultNumbers(hi), ResultNumbers(lo)} {}
-  Row x(int64_t row) const override { return scores(row); }
-  double k(int64_t row) const override { return goals(row); }
-  double tau(int64_t row) const override { return taus(row); }
-  void* out(int64_t row) const override { return results(row); }
-  void put(int64_t row, Threshold t) const override { thresholds.put(row, t); }
-
-  Rows scores;
-  Numbers goals;
-  Invertible<Numbers> taus;
-  Results results;
-  ResultPairs thresholds;
-};
-
-template <class Interface>
-struct Backward : Interface {
-  Backward(const Buffer& x, int64_t n, const Buffer& hint, const Buffer& hi, const Buffer& lo,
-           const Buffer& tau, const Buffer& v, const Buffer& g, Result& dx, Result& dgoal, Result& dtau)
-      : scores(x, n),
-        taus{Numbers(tau)},
-        incoming_lo(g),
-        thresholds{Numbers(hi), Numbers(lo)},
-        results(results_in(dx, n)),
-        dgoals(dgoal),
-        dtaus(dtau) {
-    if (hint.element_count() > 0) outputs.emplace(hint, n);
-    if (v.element_count() > 0) incoming.emplace(v, n);
-  }
-  Row x(int64_t row) const override { return scores(row); }
-  Row y(int64_t row) const override { return row_of(outputs, row, Dtype::kFloat); }
-  Row grad(int64_t row) const override { return row_of(incoming, row, scores.dtype); }
-  double grad_lo(int64_t row) const override { return incoming_lo(row); }
-  double tau(int64_t row) const override { return taus(row); }
-  Threshold threshold(int64_t row) const override { return thresholds(row); }
-  void* grad_x(int64_t row) const override { return results(row); }
-  bool keeps_numbers() const override { return true; }
-  void put(int64_t row, double grad_k, double grad_tau) const override {
-    dgoals.put(row, grad_k), dtaus.put(row, grad_tau);
-  }
-
-  Rows scores;
-  Invertible<Numbers> taus;
-  std::optional<Rows> outputs, incoming;
-  Numbers incoming_lo;
-  Pairs thresholds;
-  Results results;
-  ResultNumbers dgoals, dtaus;
-};
-
-struct BudgetForward final : Forward<BudgetRows> {
-  Rows costs;
-
-  template <class... Given>
-  explicit BudgetForward(Rows costs, Given&&... given) : Forward(given...), costs(costs) {}
-  Row cost(int64_t row) const override { return costs(row); }
-};
-
-struct BudgetBackward final : Backward<BudgetBackwardRows> {
-  Rows costs;
-  Results cost_results;
-
-  template <class... Given>
-  BudgetBackward(Rows costs, Results cost_results, Given&&... given)
-      : Backward(given...), costs(costs), cost_results(cost_results) {}
-  Row cost(int64_t row) const override { return costs(row); }
-  void* grad_cost(int64_t row) const override { return cost_results(row); }
-};
+// The rows of a buffer, if it has some.
+std::optional<Rows> rows_of(const Buffer& x, int64_t n) {
+  return x.element_count() > 0 ? std::optional(Rows(x, n)) : std::nullopt;
+}
 
 template <class Choice, size_t count>
 bool find(Name name, const Named<Choice> (&known)[count], Choice& choice) {
@@ -220,9 +144,13 @@ ffi::Error topk(ffi::ThreadPool threads, Buffer x, Buffer k, Buffer tau, Result 
   Spec spec;
   if (auto error = read({cdf, output, shape}, of.n, spec); error.failure()) return error;
   const InPool in(threads);
-  const Forward<ForwardRows> rows(x, of.n, k, tau, out, hi, lo);
+  const Doubles ks(k), taus(tau);
+  Pairs found(of.rows);
+  const SelectionRows<Rows, Listed, Taus> rows(Rows(x, of.n), ks, Taus{taus}, results_in(out, of.n),
+                                               found.hi.data(), found.lo.data());
   share(spec, of.rows,
         [&](const Spec& some, int64_t begin, int64_t end) { kernels().forward(some, rows, begin, end); });
+  found.write(hi, lo);
   return ffi::Error::Success();
 }
 
@@ -233,9 +161,16 @@ ffi::Error topk_pull(ffi::ThreadPool threads, Buffer x, Buffer hint, Buffer hi, 
   Spec spec;
   if (auto error = read({cdf, output, shape}, of.n, spec); error.failure()) return error;
   const InPool in(threads);
-  const Backward<BackwardRows> rows(x, of.n, hint, hi, lo, tau, v, g, dx, dk, dtau);
+  const Doubles taus(tau), grads(g);
+  const Pairs found(hi, lo);
+  Doubles dks(of.rows), dtaus(of.rows);
+  const Rows scores(x, of.n);
+  const GradientRows<Rows, Listed, Taus> rows(scores.dtype, scores, Taus{taus}, rows_of(hint, of.n),
+                                              rows_of(v, of.n), grads, found.hi, found.lo,
+                                              results_in(dx, of.n), dks.data(), dtaus.data());
   share(spec, of.rows,
         [&](const Spec& some, int64_t begin, int64_t end) { kernels().backward(some, rows, begin, end); });
+  dks.write(dk), dtaus.write(dtau);
   return ffi::Error::Success();
 }
 
@@ -246,10 +181,14 @@ ffi::Error budget(ffi::ThreadPool threads, Buffer x, Buffer goal, Buffer tau, Bu
   BudgetSpec spec{{}, false, false, slack};
   if (auto error = read({cdf, output, shape}, of.n, spec); error.failure()) return error;
   const InPool in(threads);
-  const BudgetForward rows(Rows(cost, of.n), x, of.n, goal, tau, out, hi, lo);
+  const Doubles goals(goal), taus(tau);
+  Pairs found(of.rows);
+  const PricedRows<Rows, Listed> rows(Rows(cost, of.n), Rows(x, of.n), goals, taus, results_in(out, of.n),
+                                      found.hi.data(), found.lo.data());
   share(spec, of.rows, [&](const BudgetSpec& some, int64_t begin, int64_t end) {
     kernels().budget(some, rows, begin, end);
   });
+  found.write(hi, lo);
   return ffi::Error::Success();
 }
 
@@ -260,100 +199,84 @@ ffi::Error budget_pull(ffi::ThreadPool threads, Buffer x, Buffer hint, Buffer hi
   BudgetSpec spec{{}, false, false, slack};
   if (auto error = read({cdf, output, shape}, of.n, spec); error.failure()) return error;
   const InPool in(threads);
-  const BudgetBackward rows(Rows(cost, of.n), results_in(dcost, of.n), x, of.n, hint, hi, lo, tau, v, g, dx,
-                            dgoal, dtau);
+  const Doubles taus(tau), grads(g);
+  const Pairs found(hi, lo);
+  Doubles dgoals(of.rows), dtaus(of.rows);
+  const Rows scores(x, of.n);
+  const PricedGradients<Rows, Listed> rows(Rows(cost, of.n), results_in(dcost, of.n), scores.dtype, scores,
+                                           taus, rows_of(hint, of.n), rows_of(v, of.n), grads, found.hi,
+                                           found.lo, results_in(dx, of.n), dgoals.data(), dtaus.data());
   share(spec, of.rows, [&](const BudgetSpec& some, int64_t begin, int64_t end) {
     kernels().budget_backward(some, rows, begin, end);
   });
+  dgoals.write(dgoal), dtaus.write(dtau);
   return ffi::Error::Success();
 }
 
 ffi::Error mask(ffi::ThreadPool threads, Buffer x, Buffer k, Result out) {
   const Shape of(x);
   const InPool in(threads);
-  const HardRows<Rows, Numbers> rows(Rows(x, of.n), Numbers(k), results_in(out, of.n));
-  row_ranges(of.rows, of.n, kMostLanes,
-             [&](int64_t begin, int64_t end) { kernels().topk_mask(rows, of.n, begin, end); });
+  const Doubles ks(k);
+  const HardRows<Rows, Listed> rows(Rows(x, of.n), ks, results_in(out, of.n));
+  row_ranges(of.rows, of.n, [&](int64_t begin, int64_t end) { kernels().topk_mask(rows, of.n, begin, end); });
   return ffi::Error::Success();
 }
 
 // ------------------------------------------------------------------------------------------- Laplace ranks
 
-// serve(workspace, row, tau) for all rows of R.
-template <class R, class Serve>
-void share_sorted(const Shape& of, const Buffer& tau, int arrays, const Serve& serve) {
-  const Numbers taus(tau);
-  row_ranges(of.rows, of.n, 1, [&](int64_t begin, int64_t end) {
-    laplace::Workspace<R> work(of.n, arrays);
-    for (int64_t row = begin; row < end; ++row) serve(work, row, taus(row));
-  });
-}
-
-// Ranks, or the sorted row, of rows of R; with v their gradients, for which the rows are sorted again.
+// Ranks, or the sorted rows, in `out`; with incoming gradients, theirs, for which the rows are sorted again.
 template <class R>
-void sorted(const Shape& of, Name what, bool descending, const Buffer& x, const Buffer& tau, R* out) {
-  const R* from = static_cast<const R*>(x.untyped_data());
+void sorted(const Shape& of, Name what, bool descending, const Buffer& x, const Doubles& taus, Result& out,
+            const Buffer* incoming, double* dtaus) {
   const int64_t n = of.n;
-  share_sorted<R>(of, tau, 6, [=](auto& work, int64_t row, double t) {
+  row_ranges(of.rows, n, [&](int64_t begin, int64_t end) {
+    laplace::Workspace<R> work(n, incoming ? 14 : 6);
     std::vector<int32_t> order(n), places(n);
-    const R* one = from + row * n;
-    R* to = out + row * n;
-    if (what == "rank") {
-      laplace::count_row<R, R>(one, n, nullptr, n, t, descending, work, to, order.data(), places.data());
-    } else {
-      laplace::thresholds_row<R, R>(one, n, nullptr, n, t, work, nullptr, to, order.data(), places.data());
-      if (!descending) std::reverse(to, to + n);
+    std::vector<R> room(n);
+    for (int64_t row = begin; row < end; ++row) {
+      const R* one = static_cast<const R*>(x.untyped_data()) + row * n;
+      R *to = static_cast<R*>(out->untyped_data()) + row * n, *found = incoming ? room.data() : to;
+      if (what == "rank") {
+        laplace::count_row<R, R>(one, n, nullptr, n, taus[row], descending, work, found, order.data(),
+                                 places.data());
+      } else {
+        laplace::thresholds_row<R, R>(one, n, nullptr, n, taus[row], work, nullptr, found, order.data(),
+                                      places.data());
+      }
+      if (incoming == nullptr) {
+        if (what == "sort" && !descending) std::reverse(to, to + n);
+        continue;
+      }
+      const R* v = static_cast<const R*>(incoming->untyped_data()) + row * n;
+      double* const no_levels = nullptr;
+      const auto pull = [&](auto in_order) {
+        return laplace::thresholds_backward_row<true>(in_order, one, order.data(), n, nullptr, places.data(),
+                                                      n, taus[row], work, to, no_levels);
+      };
+      dtaus[row] = what == "rank"
+                       ? laplace::count_backward_row<true>(descending, v, one, order.data(), n, nullptr,
+                                                           places.data(), n, taus[row], work, to, no_levels)
+                   : descending ? pull(v)
+                                : pull(std::make_reverse_iterator(v + n));
     }
-  });
-}
-
-template <class R>
-void sorted_pull(const Shape& of, Name what, bool descending, const Buffer& x, const Buffer& tau,
-                 const Buffer& v, R* dx, const ResultNumbers& dtau) {
-  const R *from = static_cast<const R*>(x.untyped_data()), *grads = static_cast<const R*>(v.untyped_data());
-  const int64_t n = of.n;
-  share_sorted<R>(of, tau, 14, [=](auto& work, int64_t row, double t) {
-    std::vector<int32_t> order(n), places(n);
-    std::vector<R> values(n);
-    const R *one = from + row * n, *grad = grads + row * n;
-    R* to = dx + row * n;
-    if (what == "rank") {
-      laplace::count_row<R, R>(one, n, nullptr, n, t, descending, work, values.data(), order.data(),
-                               places.data());
-      dtau.put(row, laplace::count_backward_row<true>(descending, grad, one, order.data(), n, nullptr,
-                                                      places.data(), n, t, work, to,
-                                                      static_cast<double*>(nullptr)));
-      return;
-    }
-    laplace::thresholds_row<R, R>(one, n, nullptr, n, t, work, nullptr, values.data(), order.data(),
-                                  places.data());
-    const auto pull = [&](auto in_order) {
-      return laplace::thresholds_backward_row<true>(in_order, one, order.data(), n, nullptr, places.data(), n,
-                                                    t, work, to, static_cast<double*>(nullptr));
-    };
-    dtau.put(row, descending ? pull(grad) : pull(std::make_reverse_iterator(grad + n)));
   });
 }
 
 ffi::Error order(ffi::ThreadPool threads, Buffer x, Buffer tau, Result out, Name what, bool descending) {
   const InPool in(threads);
-  if (x.element_type() == ffi::F64) {
-    sorted(Shape(x), what, descending, x, tau, static_cast<double*>(out->untyped_data()));
-  } else {
-    sorted(Shape(x), what, descending, x, tau, static_cast<float*>(out->untyped_data()));
-  }
+  const auto run = x.element_type() == ffi::F64 ? sorted<double> : sorted<float>;
+  run(Shape(x), what, descending, x, Doubles(tau), out, nullptr, nullptr);
   return ffi::Error::Success();
 }
 
 ffi::Error order_pull(ffi::ThreadPool threads, Buffer x, Buffer tau, Buffer v, Result dx, Result dtau,
                       Name what, bool descending) {
   const InPool in(threads);
-  const ResultNumbers dtaus(dtau);
-  if (x.element_type() == ffi::F64) {
-    sorted_pull(Shape(x), what, descending, x, tau, v, static_cast<double*>(dx->untyped_data()), dtaus);
-  } else {
-    sorted_pull(Shape(x), what, descending, x, tau, v, static_cast<float*>(dx->untyped_data()), dtaus);
-  }
+  const Shape of(x);
+  Doubles dtaus(of.rows);
+  const auto run = x.element_type() == ffi::F64 ? sorted<double> : sorted<float>;
+  run(of, what, descending, x, Doubles(tau), dx, &v, dtaus.data());
+  dtaus.write(dtau);
   return ffi::Error::Success();
 }
 

@@ -1,4 +1,4 @@
-// How rows are shared among XLA's threads. No result depends on the number of threads.
+// XLA's threads, among which rows are shared.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 
-#include "kernels.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace khot {
@@ -60,37 +59,12 @@ inline void parallel(int64_t count, const std::function<void(int64_t)>& body) {
   shared->idle.wait(lock, [&] { return shared->working == 0; });
 }
 
-// As in bindings/threads.h: from this length on, a row is worth sharing, and so many entries are worth waking
-// a thread for.
-constexpr int64_t kLongRow = 1 << 17;
-constexpr int64_t kGrain = 1 << 14;
-
-// The threads of a kernel that shares one long row among them.
-constexpr Parallel kInside{[](int64_t count, void* context, void (*body)(void*, int64_t)) {
-  parallel(count, [=](int64_t i) { body(context, i); });
-}};
-
-// serve(begin, end) for ranges of the rows, of `length` entries each, that begin at multiples of `together`.
-template <class Serve>
-void row_ranges(int64_t rows, int64_t length, int64_t together, const Serve& serve) {
-  const int64_t entries = together * std::max<int64_t>(1, length);
-  const int64_t step = together * std::max<int64_t>(1, kGrain / entries);
-  parallel((rows + step - 1) / step, [&](int64_t i) { serve(i * step, std::min(rows, (i + 1) * step)); });
-}
-
-// serve(spec, begin, end) for all rows: rows run in parallel where there are enough, otherwise each row is
-// shared.
-template <class SomeSpec, class Serve>
-void share(SomeSpec spec, int64_t rows, const Serve& serve) {
-  if (rows == 0) return;
-  if (rows < threads() && spec.n >= kLongRow) {
-    spec.inside = &kInside;
-    serve(spec, 0, rows);
-    return;
-  }
-  // Short rows are solved in groups. The groups must not depend on the number of threads, or results would.
-  const int64_t together = spec.n <= kShortRow ? kMostLanes : 1;
-  row_ranges(rows, spec.n, together, [&](int64_t begin, int64_t end) { serve(spec, begin, end); });
+template <class Body>
+void ranges(int64_t count, int64_t grain, const Body& body) {
+  parallel((count + grain - 1) / grain,
+           [&](int64_t i) { body(i * grain, std::min(count, (i + 1) * grain)); });
 }
 
 }  // namespace khot
+
+#include "bindings/share.h"
