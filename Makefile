@@ -58,6 +58,7 @@ test-slow: $(HAS)dev ## run the slow tests, too
 
 $(JAX)/.installed: $(CSRC) $(JAXSRC) $(wildcard khot-jax/khot_jax/*.py) khot-jax/pyproject.toml khot-jax/setup.py
 	$(PYTHON) -m venv $(JAX)
+	KHOT_JAX_OBJECTS="$(abspath $(firstword $(wildcard build/temp*/csrc/simd)))" \
 	$(JAX)/bin/python -m pip --disable-pip-version-check install './khot-jax[test]'
 	touch $@
 

@@ -1,7 +1,8 @@
 """Builds khot's CPU kernels as XLA's foreign functions; without a compiler khot_jax is pure Python.
 
 The kernels are those of ../csrc, with csrc/ffi.cpp in the place of its bindings. A source distribution has a
-copy of them. ``KHOT_JAX_PURE=1`` leaves them out.
+copy of them. ``KHOT_JAX_PURE=1`` leaves them out. The objects of ../csrc in ``KHOT_JAX_OBJECTS``, a folder
+of a build of khot, are taken as they are, where they are newer than the kernels: the kernels know no torch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ SOURCES = [
 ]
 
 
+def made(source: str) -> str | None:
+    """The object of a file of kernels that a build of khot has left."""
+    there = Path(os.environ.get("KHOT_JAX_OBJECTS", ""), Path(source).stem + ".o")
+    latest = max(path.stat().st_mtime for path in KERNELS.rglob("*.[hc]*"))
+    return str(there) if there.is_file() and there.stat().st_mtime > latest else None
+
+
 class Build(build_ext):
     """The library, which is no extension module: it is loaded by ctypes, and knows nothing of Python."""
 
@@ -40,6 +48,8 @@ class Build(build_ext):
         import jax
 
         def compiled(source: str) -> list[str]:
+            if there := made(source):
+                return [there]
             print(f"khot_jax: compiling {os.path.basename(source)}", file=sys.stderr, flush=True)
             directory = os.path.join(self.build_temp, Path(source).stem)
             # a relative path, so that the object lies in that directory
@@ -79,7 +89,8 @@ class Source(sdist):
             room = path.relative_to(KERNELS)
             if path.suffix in (".h", ".cpp") and room.parts[0] not in ("bindings", "eager"):
                 self._add(path, Path(base_dir, COPY, room))
-        self._add(KERNELS / "bindings" / "rows.h", Path(base_dir, COPY, "bindings", "rows.h"))
+        for name in ("rows.h", "share.h"):
+            self._add(KERNELS / "bindings" / name, Path(base_dir, COPY, "bindings", name))
 
     def _add(self, path: Path, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
