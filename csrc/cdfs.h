@@ -1,9 +1,13 @@
 // The five CDFs F with density f of khot/cdfs.py: on vectors, for the passes over a row, and on double
 // scalars, for what is computed once per row.
 //
-// A kernel asks what a CDF is like, by the traits below, and never which CDF it is. A new CDF is a struct
-// here with all of these traits, a case in with_cdf and a name in kernels.h.
+// A kernel asks what a CDF is like, by the traits below, and not which CDF it is (but for assign/pass.h,
+// which lists those that it takes). A new CDF is a struct here with all of these traits, a case in with_cdf,
+// and a value of Cdf with its name in kernels.h. One with f > 0 everywhere is symmetric around 0 and derives
+// most of its functions from FullSupport. Where log_fits_float, value_from_odds, rise_is_product or
+// density_from_value is false, the functions that it speaks of are not needed.
 //
+//   cdf(z), pdf(z), icdf(y)  F, f and the quantile of F in double, for numbers of a row
 //   full_support        f > 0 everywhere; otherwise f > 0 on (0, 1) only
 //   median, mean, variance
 //   fits_float          float carries F: an error of z is not magnified
@@ -14,13 +18,13 @@
 //                       two_values_close(v, w) is the sum of F where the odds are 2^v and where they are 2^w,
 //                       in double with an error of 1e-10 f, for abs(v) and abs(w) up to 400
 //   rise_is_product     with value_from_odds: from_odds(odds, rest) is y, and `rest` is 1 - y, both to the
-//   last
-//                       digit; and rise() is F(b) - F(a) for a < b, which are given as y and 1 - y, and
+//                       last digit; and rise() is F(b) - F(a) for a < b, which are given as y and 1 - y, and
 //                       `share` = 1 - exp(a - b), without a difference of numbers that are nearly equal
 //   decided_ratio       with value_from_odds: where the sum of y is so many times the sum of f, most entries
 //                       are decided, and float has lost digits that matter
 //   density_from_value  density_of(y) is f
-//   last_step           after a step of this length, in tau, the error left in y is below 1e-7
+//   last_step           after a step of this length, in tau, the error left in y is below 1e-7: it is that of
+//                       the Taylor polynomial of which Derivatives has the terms
 //   extra_passes        how many more passes than usual the search may need
 //   rough_icdf(odds, z) a quantile of F, for a guess: odds = y/(1 - y) and z = log(odds)
 //   tail_reach(a)       beyond this many tau, F or 1 - F is about e^-a or less
@@ -72,7 +76,7 @@ KHOT_APART inline double normal_quantile(double y) {
 }
 
 // What the CDFs that are symmetric around 0 with f > 0 everywhere have in common. F is the derived struct,
-// with tail_density, log_lower and log_pdf of abs(z).
+// with tail_density, log_lower (the logarithm of the tail) and log_pdf of abs(z).
 template <class F>
 struct FullSupport {
   static constexpr bool full_support = true, fits_float = true;

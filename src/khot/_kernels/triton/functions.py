@@ -14,10 +14,13 @@ LOGISTIC, LAPLACE, NORMAL, UNIFORM, POWER = (tl.constexpr(i) for i in CDFS.value
 
 
 class Traits(NamedTuple):
-    """What the kernels ask about a CDF. None of them asks which CDF it is, apart from the formulas below."""
+    """What the kernels ask about a CDF. The formulas of float64 are below. Those of float32 ask which CDF it
+    is, in :mod:`.terms` and in the files that docs/architecture.md names ("A new CDF")."""
 
-    full_support: bool  # f > 0 everywhere; otherwise f > 0 on (0, 1) only
-    tail: str  # "exponential" or "gaussian" where it underflows in a gap; "plain" where nothing is rescaled
+    full_support: bool  # f > 0 everywhere, and F is symmetric around 0; otherwise f > 0 on (0, 1) only
+    # "exponential" for tails like e^−|z|, at this rate; "gaussian" for e^(−z²/2): they underflow in a gap;
+    # "plain" where nothing is rescaled
+    tail: str
     median: float | None  # None where the power decides
     moments: tuple[float, float] | None  # mean and variance, likewise
     icdf_error: float  # more than the error of icdf

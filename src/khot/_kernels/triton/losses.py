@@ -131,7 +131,7 @@ def _entry(x, T, given, CDF: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constex
             e = tl.exp2(-tl.abs(v))
             if CDF == LOGISTIC:
                 tail, more = e * reciprocal(1 + e), _log_of_more(e)
-            else:
+            else:  # Laplace's
                 tail, more = 0.5 * e, 0.5 * e
         loss = size * missed + more
         away = missed - tail

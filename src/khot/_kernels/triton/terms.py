@@ -2,7 +2,10 @@
 
 Everything is a function of v = (x − t)·unit/τ, where :func:`unit` makes the exponential a power of two. A CDF
 has one tuple of terms that are summed over the entries, and :func:`series` derives from the sums what a step
-needs.
+needs. `power` is the exponent of z, 1/(p − 1), and not p.
+
+:func:`term_count` fails for a CDF that it does not know. Elsewhere one without a branch of its own is taken
+for the last one, a clipped power.
 """
 
 from __future__ import annotations
