@@ -231,9 +231,13 @@ class Problem(NamedTuple):
 
     ``find(x, other, k, tau, row, there, n, evaluations, digits, exponent, L, T)`` returns t of the program's
     rows in two parts, which rows have it in float32, and whatever ``write`` needs to know; ``write(out, row,
-    ok, n, found, L, T)`` the results of rows that are ok; ``exactly(row, x, other, k, tau, found, n, digits,
-    exponent, L, T)`` does all of it for one row in float64.
-    L is a constant of the problem's own, such as a :class:`Law`.
+    ok, n, found, L, T)`` writes the results of rows that are ok; ``exactly(row, x, other, k, tau, results, n,
+    digits, power, L, T)`` does all of it for one row in float64, and writes t, too.
+
+    x is :class:`Rows`, other of the problem's own kind, k and tau are :class:`Values`. What ``find`` returns
+    last is ``found`` in ``write``; ``results`` is a :class:`Found`, whose ``out`` (a pointer, or a tuple of
+    them) ``write`` gets, too. The exponent of z is given to ``find`` as two numbers of float32, and to
+    ``exactly`` as their sum in float64. L is a constant of the problem's own, such as a :class:`Law`.
     """
 
     find: Any

@@ -544,7 +544,12 @@ def iterate(
     AGAIN: tl.constexpr = False, base=0.0, BASED: tl.constexpr = False, grain=0.0, floor=0.0,
     POOLED: tl.constexpr = 0,
 ):  # fmt: skip
-    """t from a guess, and which rows have one: of the rows that are not done already.
+    """t from a guess, and which rows have one: of the rows that are not done already, as those are that have
+    none or are not there.
+
+    The sums are those that ``L.by`` names: of a count, or of costs by score or by value, which x has as pairs
+    with the scores. Of a row that streams past they are read at `at`, and a function of them is no sum of
+    this kind.
 
     A guess is hi, lo, the bracket of t, and how many entries lie in a τ there; what is aimed at is n, k and
     its rest, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
