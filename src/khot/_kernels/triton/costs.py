@@ -18,7 +18,7 @@ import triton.language as tl
 
 from khot._kernels.triton.exact_sums import BY_VALUE
 from khot._kernels.triton.fast import fma, reciprocal, two_sum
-from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support
+from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support, only_powers
 from khot._kernels.triton.terms import NORMAL_UNIT, PHI, term_count, terms
 
 __all__ = [
@@ -190,7 +190,9 @@ def _derivatives(sums, v, CDF: tl.constexpr):
         z = tl.minimum(tl.maximum(v, -1e4), 1e4) * (1 / NORMAL_UNIT)
         zz = z * z
         return -z, zz - 1, z * (3 - zz), zz * (zz - 6) + 3
-    else:  # as over the whole neighbourhood of the kink, which has no second derivative
+    else:
+        tl.static_assert(CDF == LAPLACE, f"no branch for the CDF with the id {CDF}")
+        # as over the whole neighbourhood of the kink, which has no second derivative
         return -2 * sums[0], (4 / 3) * (1 - 2 * sums[2])
 
 
@@ -211,6 +213,7 @@ def paid_series(sums, power, CDF: tl.constexpr):
         per = reciprocal(mass)
         return less, mass, sums[3].to(tl.float32) * per, sums[4].to(tl.float32) * per, nothing, nothing
     else:
+        only_powers(CDF)
         if CDF == POWER:
             mass *= power
         return less, mass, nothing, nothing, nothing, nothing

@@ -184,6 +184,12 @@ def log_scales(a, b, CDF: tl.constexpr):
 
 
 @triton.jit
+def only_powers(CDF: tl.constexpr):
+    """Fails for a CDF without a branch of its own, in the last branch, which is for clipped powers."""
+    tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no branch for the CDF with the id {CDF}")
+
+
+@triton.jit
 def side(z, rest, above, near, behind, power, CDF: tl.constexpr):
     """min(F, 1 − F) and f at z, of CDFs whose tails underflow relative to what they are at ±near.
 
@@ -206,9 +212,7 @@ def side(z, rest, above, near, behind, power, CDF: tl.constexpr):
         tail = 0.5 * E * tl.exp(log_erfcx(a * 0.7071067811865476))
         density = E * 0.3989422804014327
     else:
-        tl.static_assert(
-            (CDF == UNIFORM) | (CDF == POWER), f"side has no formula for the CDF with the id {CDF}"
-        )
+        only_powers(CDF)
         inside = (z > 0) & (z < 1)
         z = tl.where(inside, z, 0.5)
         if CDF == UNIFORM:
@@ -237,9 +241,7 @@ def log_F(z, power, CDF: tl.constexpr):
         log_tail = log_erfcx(a * 0.7071067811865476) - 0.5 * a * a - 0.6931471805599453
         log_F = tl.where(z > 0, log1p(-tl.exp(log_tail)), log_tail)
     else:
-        tl.static_assert(
-            (CDF == UNIFORM) | (CDF == POWER), f"log_F has no formula for the CDF with the id {CDF}"
-        )
+        only_powers(CDF)
         inside = (z > 0) & (z < 1)
         edge = tl.where(z > 0, 0.0, float("-inf")).to(z.dtype)
         log_F = tl.log(tl.where(inside, z, 1.0))
@@ -262,9 +264,7 @@ def slope_of_log(z, density, tail, power, CDF: tl.constexpr):
         lower = 0.7978845608028654 * tl.exp(-log_erfcx(tl.minimum(a, 1e15) * 0.7071067811865476))
         ratio = tl.where(z > 0, density / (1 - tail), lower)
     else:
-        tl.static_assert(
-            (CDF == UNIFORM) | (CDF == POWER), f"slope_of_log has no formula for the CDF with the id {CDF}"
-        )
+        only_powers(CDF)
         inside = (z > 0) & (z < 1)
         ratio = 1 / tl.where(inside, z, 1.0)
         if CDF == POWER:
@@ -286,7 +286,7 @@ def icdf(y, power, CDF: tl.constexpr):
     elif CDF == UNIFORM:
         z = y
     else:
-        tl.static_assert(CDF == POWER, f"icdf has no formula for the CDF with the id {CDF}")
+        only_powers(CDF)
         z = tl.exp(tl.log(y) / power)
     return z
 

@@ -28,11 +28,10 @@ from khot._kernels.triton.functions import (
     LAPLACE,
     LOGISTIC,
     NORMAL,
-    POWER,
-    UNIFORM,
     full_support,
     log1p,
     normal_icdf,
+    only_powers,
     side,
 )
 from khot._kernels.triton.launch import Variant, variant
@@ -88,7 +87,7 @@ def _potential(y, power, CDF: tl.constexpr):
             z = tl.where(w > 0, z - step / (1 + 0.5 * z * step), z)
         found = tl.where(w > 0, -0.3989422804014327 * tl.exp(-0.5 * z * z), 0.0)
     else:
-        tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no potential for the CDF with the id {CDF}")
+        only_powers(CDF)
         p = 1 + 1 / power
         found = tl.where(y > 0, tl.exp(p * tl.log(tl.where(y > 0, y, 1.0))), 0.0) / p
     return tl.where(y == y, found, y)
@@ -131,7 +130,8 @@ def _entry(x, T, given, CDF: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constex
             e = tl.exp2(-tl.abs(v))
             if CDF == LOGISTIC:
                 tail, more = e * reciprocal(1 + e), _log_of_more(e)
-            else:  # Laplace's
+            else:
+                tl.static_assert(CDF == LAPLACE, f"no branch for the CDF with the id {CDF}")
                 tail, more = 0.5 * e, 0.5 * e
         loss = size * missed + more
         away = missed - tail
@@ -139,6 +139,7 @@ def _entry(x, T, given, CDF: tl.constexpr, WHOLE: tl.constexpr, SOFT: tl.constex
         if SOFT:
             loss += _potential(T, power, CDF)
     else:
+        only_powers(CDF)
         F = value(x, hi, scale, shift, power, CDF, WHOLE)
         held = tl.minimum(tl.maximum(v, 0.0), 1.0)
         per = 1 / (power + 1)
@@ -165,7 +166,7 @@ def _conjugate(z, F, power, CDF: tl.constexpr):
         near = tl.maximum(z, -40.0)  # below, the value is 0
         found = tl.where(z > -40, near * F + 0.3989422804014327 * tl.exp(-0.5 * near * near), 0.0)
     else:
-        tl.static_assert((CDF == UNIFORM) | (CDF == POWER), f"no conjugate for the CDF with the id {CDF}")
+        only_powers(CDF)
         q = power + 1
         inside_ = (z > 0) & (z < 1)
         found = tl.exp(q * tl.log(tl.where(inside_, z, 1.0))) / q

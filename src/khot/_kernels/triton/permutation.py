@@ -30,7 +30,7 @@ from khot._kernels.triton.arguments import Threshold, Tile
 from khot._kernels.triton.exact import find_exactly, number64
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import LOG2E, any_row, joined, plus, reciprocal, total
-from khot._kernels.triton.functions import HUGE, LAPLACE, LOGISTIC, NORMAL, UNIFORM, log1p
+from khot._kernels.triton.functions import HUGE, LAPLACE, LOGISTIC, NORMAL, UNIFORM, log1p, only_powers
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.polish import polish
 from khot._kernels.triton.ranks import lack
@@ -123,6 +123,7 @@ def _between(x, given, L: tl.constexpr):
         ends = tl.minimum(tl.maximum(b, 0.0), 1.0) - tl.minimum(tl.maximum(a, 0.0), 1.0)
         return tl.where((a >= 0) & (b <= 1), gap, ends)
     else:
+        only_powers(L.cdf)
         top = tl.minimum(tl.maximum(b, 1e-30), 1.0)
         step = tl.where(b > 1, 1 - a, gap) / top
         fall = power * log1p(-tl.minimum(tl.maximum(step, 0.0), 1.0))

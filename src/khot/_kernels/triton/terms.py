@@ -3,9 +3,6 @@
 Everything is a function of v = (x − t)·unit/τ, where :func:`unit` makes the exponential a power of two. A CDF
 has one tuple of terms that are summed over the entries, and :func:`series` derives from the sums what a step
 needs. `power` is the exponent of z, 1/(p − 1), and not p.
-
-:func:`term_count` fails for a CDF that it does not know. Elsewhere one without a branch of its own is taken
-for the last one, a clipped power.
 """
 
 from __future__ import annotations
@@ -16,7 +13,16 @@ import triton
 import triton.language as tl
 
 from khot._kernels.triton.fast import LN2, half_with_sign, log2, reciprocal, with_sign
-from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, UNIFORM, full_support, moments
+from khot._kernels.triton.functions import (
+    LAPLACE,
+    LOGISTIC,
+    NORMAL,
+    POWER,
+    UNIFORM,
+    full_support,
+    moments,
+    only_powers,
+)
 
 __all__ = [
     "hard_count",
@@ -57,25 +63,22 @@ TAIL = tl.constexpr(
 
 @triton.constexpr_function
 def unit(CDF):
-    """v/z, where z = (x − t)/τ."""
-    CDF = getattr(CDF, "value", CDF)
-    if CDF in (LOGISTIC.value, LAPLACE.value):
-        return 1 / math.log(2)
-    return NORMAL_UNIT.value if NORMAL.value == CDF else 1.0
+    """v/z, where z = (x − t)/τ. This tuple and the next two are in the order of the ids."""
+    exponential = 1 / math.log(2)
+    units = (exponential, exponential, NORMAL_UNIT.value, 1.0, 1.0)
+    return units[getattr(CDF, "value", CDF)]
 
 
 @triton.constexpr_function
 def term_count(CDF):
     """How many members the tuple of :func:`terms` has."""
-    counts = {LOGISTIC.value: 7, NORMAL.value: 7, LAPLACE.value: 5, UNIFORM.value: 4, POWER.value: 4}
-    return counts[getattr(CDF, "value", CDF)]
+    return (7, 5, 7, 4, 4)[getattr(CDF, "value", CDF)]
 
 
 @triton.constexpr_function
 def kink(CDF):
     """How near to a kink of F an entry counts as near, in units of z; 0 where F has none."""
-    CDF = getattr(CDF, "value", CDF)
-    return {LOGISTIC.value: 0.0, NORMAL.value: 0.0, LAPLACE.value: 2.0**-8}.get(CDF, 2.0**-12)
+    return (0.0, 2.0**-8, 0.0, 2.0**-12, 2.0**-12)[getattr(CDF, "value", CDF)]
 
 
 @triton.jit
@@ -160,6 +163,7 @@ def terms(x, given):
         second = first * v
         return half_with_sign(v), with_sign(e * ratio, v), e, first, second, second * v, second * v * v
     else:
+        only_powers(CDF)
         distance = tl.abs(v - 0.5)
         near = _clip(kink(CDF) * STEEP - tl.abs(distance - 0.5) * STEEP)
         z = _clip(v)
@@ -230,6 +234,7 @@ def series(sums, power, CDF: tl.constexpr):
         third, fourth = rest[2] * z, rest[3] * z * (1 / NORMAL_UNIT)  # type: ignore[misc]
         return less, mass * PHI, -first, second - 1, 3 * first - third, fourth - 6 * second + 3
     else:
+        only_powers(CDF)
         nothing = mass * 0
         if CDF == POWER:
             mass *= power
@@ -248,6 +253,7 @@ def moment_quantile(log2_share, goal, normal, k, n, power, CDF: tl.constexpr):
     elif CDF == UNIFORM:
         return (k * reciprocal(n) - 0.5) * 3.4641016151377544  # the deviation is 1/√12
     else:
+        only_powers(CDF)
         mean, variance = moments(power, CDF)
         return (tl.exp2(log2(k * reciprocal(n)) / power) - mean) * tl.rsqrt(variance)
 
@@ -265,6 +271,7 @@ def value(x, hi, scale, shift, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
     elif (CDF == UNIFORM) | (WHOLE > 0):
         return _raised(_clip(v), power, CDF, WHOLE)[0]
     else:
+        only_powers(CDF)
         return _raised_closely(x, hi, scale, shift, power)[0]
 
 
@@ -282,6 +289,7 @@ def density(v, power, CDF: tl.constexpr, WHOLE: tl.constexpr):
     elif CDF == UNIFORM:
         return tl.where((v > 0) & (v < 1), 1.0, 0.0)
     else:
+        only_powers(CDF)
         inside = (v > 0) & (v < 1)
         _, rate = _raised(tl.where(inside, v, 0.0), power, CDF, WHOLE)
         return tl.where(inside, power * rate, 0.0)
@@ -300,6 +308,7 @@ def log_rate(v, f, power, CDF: tl.constexpr):
         ratio, e = normal_tail(v)
         return tl.where(v > 0, f * reciprocal(1 - ratio * e), PHI * reciprocal(ratio))
     else:
+        only_powers(CDF)
         rate = reciprocal(v)
         if CDF == POWER:
             rate *= power

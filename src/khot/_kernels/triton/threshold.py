@@ -179,10 +179,8 @@ def _ordinary_terms(x, given):
 @triton.constexpr_function
 def _short_step(CDF):
     """The longest step in units of τ that may be the last one, by Taylor's polynomial."""
-    CDF = getattr(CDF, "value", CDF)
-    if LAPLACE.value == CDF:
-        return SHORT_KINKED.value
-    return SHORT_NORMAL.value if NORMAL.value == CDF else SHORT.value
+    lengths = (SHORT, SHORT_KINKED, SHORT_NORMAL, SHORT, SHORT)
+    return lengths[getattr(CDF, "value", CDF)].value
 
 
 @triton.jit
