@@ -50,13 +50,15 @@ def calls() -> Iterator[tuple[str, tuple[int, ...], str, Call]]:
 
     import khot
     from kernels.test_host import LAUNCHES
+    from khot._kernels.triton.functions import CDFS
     from khot._ops.soft_topk import threshold_map
 
     for name, (shape, call, *_) in LAUNCHES.items():
         for dtype in ("float32", "bfloat16", "float64"):
             yield name, shape, dtype, call
     two = torch.tensor(2.0, dtype=torch.float64)
-    for cdf in map(khot.cdfs.resolve, ("logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3))):
+    for id in CDFS:
+        cdf = khot.cdfs.resolve(id, 4 / 3 if id == "power" else 0.0)
         outputs = {
             "soft_topk": partial(khot.soft_topk, k=8, cdf=cdf),
             "log_soft_topk": partial(khot.log_soft_topk, k=8, cdf=cdf),
@@ -196,7 +198,7 @@ def note(args: argparse.Namespace) -> None:
         notes = dict(zip(first, pool.map(read, first.values(), 1), strict=True))
     kept = {place: {"kernel": kernel, **notes[id(one)]} for place, (kernel, one) in found.items()}
     args.out.write_text(json.dumps(kept, indent=0), encoding="utf-8")
-    raise SystemExit(bool(failed))
+    raise SystemExit(bool(failed) or not found)
 
 
 def compare(args: argparse.Namespace) -> None:

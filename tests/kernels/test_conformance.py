@@ -18,12 +18,17 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from khot import _kernels
+from khot import _kernels, cdfs
 from khot._core.dispatch import OPERATORS
 from khot._kernels import gpu
 
 INF, NAN = math.inf, math.nan
-CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
+#: All of them, as kernels know them.
+CDFS = dict(
+    (F(4 / 3) if F is cdfs.Power else F()).key
+    for F in map(vars(cdfs).get, cdfs.__all__)
+    if isinstance(F, type) and F is not cdfs.CDF
+)
 SEED = torch.tensor(-5)
 EXACT = {torch.float64: 1e-11, torch.float32: 2e-5}
 HALF = [torch.bfloat16, torch.float16]
@@ -263,12 +268,19 @@ def permutahedron(regularization: str) -> Kernel:
     )  # fmt: skip
 
 
-def fenchel_young(on: Engine, a: Given) -> tuple[Tensor, ...]:
-    # a target that sums to k, as half of its entries do
-    target, rest = a["target"], ("normal", 0.0)
-    loss, share, hi, lo = on("fenchel_young")(a["x"], target, a["k"], a["tau"], *rest)
-    grads = on("fenchel_young_backward")(a["u"], a["x"], target, share, loss, hi, lo, a["tau"], *rest)
-    return loss, *grads
+def fenchel_young(cdf: str) -> Kernel:
+    def call(on: Engine, a: Given) -> tuple[Tensor, ...]:
+        # a target that sums to k, as half of its entries do
+        target, rest = a["target"], (cdf, CDFS[cdf])
+        loss, share, hi, lo = on("fenchel_young")(a["x"], target, a["k"], a["tau"], *rest)
+        grads = on("fenchel_young_backward")(a["u"], a["x"], target, share, loss, hi, lo, a["tau"], *rest)
+        return loss, *grads
+
+    return Kernel(
+        ("fenchel_young", "fenchel_young_backward"), call, {"x": normal, "target": heavy},
+        {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "tau": TAU},
+        kinds=("normal", "ties", "equal"), long=STREAMS,
+    )  # fmt: skip
 
 
 def places(a: Given) -> Tensor:
@@ -391,11 +403,7 @@ KERNELS: dict[str, Kernel] = {
         ("decay_scan",), lambda on, a: (on("decay_scan")(a["x"], a["w"], False),),
         {"x": normal, "w": price}, {}, {}, dtypes=(torch.float64,), kinds=PLAIN,
     ),
-    "fenchel_young": Kernel(
-        ("fenchel_young", "fenchel_young_backward"), fenchel_young, {"x": normal, "target": heavy},
-        {"k": counted, "tau": temperature, "u": sign}, {"x": (NAN,), "tau": TAU},
-        kinds=("normal", "ties", "equal"), long=STREAMS,
-    ),
+    "fenchel_young": fenchel_young("normal"),
     "permutahedron, l2": permutahedron("l2"),
     "permutahedron, kl": permutahedron("kl"),
     "permutahedron of blocks that hardly differ": permutahedron("l2")._replace(
@@ -600,6 +608,30 @@ def test_rows_of_every_kind_as_the_reference(engine: str, name: str, on: Engine)
             want = kernel.call(reference, widened(kernel, given))
             assert not any(v.isnan().any() for v in want)
             alike(kernel.call(on, given), want, kernel.exact[dtype])
+
+
+#: What takes a CDF; the table above has few of these with each.
+WITH_CDF: dict[str, Callable[[str], Kernel]] = {
+    "soft_budget, by score": lambda cdf: soft_budget(cdf, "score"),
+    "soft_budget, by value": lambda cdf: soft_budget(cdf, "value"),
+    "soft_count": lambda cdf: soft_count(cdf, False),
+    "fenchel_young": fenchel_young,
+    "soft_permutation": soft_permutation,
+}
+
+
+ENGINE = "triton" if INTERPRETED else "compiled"
+
+
+@pytest.mark.parametrize("engine", [ENGINE] if INTERPRETED or COMPILED else [])
+@pytest.mark.parametrize("name", [name for name, of in WITH_CDF.items() if has(ENGINE, of("logistic"))])
+@pytest.mark.parametrize("cdf", CDFS)
+def test_every_cdf_as_the_reference(engine: str, name: str, cdf: str, on: Engine) -> None:
+    """A CDF that a kernel has no branch for would be taken for another."""
+    kernel = WITH_CDF[name](cdf)
+    for dtype in kernel.dtypes[:2]:
+        given = drawn(kernel, (4, 20), dtype=dtype)
+        alike(kernel.call(on, given), kernel.call(reference, given), kernel.exact[dtype])
 
 
 @cases("reference", "compiled", *TRITON, once=STREAMS)
