@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import around, counted, exact_sums, functions, magnitude, native, paid, plans
+from khot._kernels.triton import around, counted, exact_sums, functions, magnitude, native, paid, plans, pull
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
@@ -136,7 +136,8 @@ def names(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
         if isinstance(value, tuple):
             fields = getattr(value, "_fields", ("high", "low"))  # a plain pair is a number in two parts
             for field, each in zip(fields, value, strict=True):
-                yield from of(f"{name}_{field}" if field in OF_HOLDER else f"{field}_pointer", each)
+                own = field if isinstance(each, tuple) else f"{field}_pointer"
+                yield from of(f"{name}_{field}" if field in OF_HOLDER else own, each)
         else:
             yield name
 
@@ -308,15 +309,15 @@ def _count(values: dict[str, Any]) -> None:
     _written(values, out=out, hi=hi, lo=lo)
 
 
-def _pull_rows(values: dict[str, Any]) -> None:
-    law, paid = values["L"], "cost_pointer" in values["kinds"]
+def _pull_paid(values: dict[str, Any]) -> None:
+    law, paid = values["L"], "other_pointer" in values["kinds"]
     found = OPERATORS["soft_budget_backward" if paid else "soft_topk_backward"].kernel(
         _matrix(values, "grad", values["grad_row"], values["grad_column"]),
         _number(values, "grad_lo"),
         _matrix(values, "x", values["x_stride"]),
-        *([_matrix(values, "cost", values["cost_row"], values["cost_column"])] if paid else ()),
+        *([_matrix(values, "other", values["other_row"], values["other_column"])] if paid else ()),
         *_thresholds(values), _number(values, "tau"), CDFS[law.cdf], 0.0,
-        *((FORMS[law.by], values["AT_MOST"]) if paid else (OUTPUTS[law.output],)),
+        *((FORMS[law.by], law.at_most) if paid else (OUTPUTS[law.output],)),
     )  # fmt: skip
     names = ("dx", "dcost", "dgoal", "dtau") if paid else ("dx", "dgoal", "dtau")
     _written(values, **dict(zip(names, found, strict=True)))
@@ -339,12 +340,14 @@ def _size(values: dict[str, Any]) -> None:
     _written(values, out=y, hi=hi, lo=lo)
 
 
-def _pull_magnitudes(values: dict[str, Any]) -> None:
+def _pull_sizes(values: dict[str, Any]) -> None:
+    law = values["L"]
     dx, dtau = OPERATORS["soft_topk_magnitude_backward"].kernel(
         _matrix(values, "grad", values["grad_row"], values["grad_column"]),
         _number(values, "grad_lo"),
-        _matrix(values, "x", values["x_stride"]), _matrix(values, "y", values["y_stride"]),
-        _number(values, "k"), *_thresholds(values), _number(values, "tau"), values["P"], values["SIGNED"],
+        _matrix(values, "x", values["x_stride"]),
+        _matrix(values, "other", values["other_row"], values["other_column"]),
+        _number(values, "goal"), *_thresholds(values), _number(values, "tau"), law.p, law.signed,
     )  # fmt: skip
     _written(values, dx=dx, dtau=dtau)
 
@@ -457,6 +460,7 @@ def _around(values: dict[str, Any]) -> None:
 
 
 SOLVED = {counted.COUNT: _count, magnitude.SIZED: _size, paid.PAID: _budget}
+PULLED = {pull.PULL_PAID: _pull_paid, magnitude.PULL_SIZED: _pull_sizes}
 
 EMULATED = {
     "_around": _around,
@@ -465,9 +469,8 @@ EMULATED = {
     "_part_scan": _part_scan,
     "_selectable": _selectable,
     "solve": _solve,
-    "pull_rows": _pull_rows,
+    "pull_rows": lambda values: PULLED[values["P"]](values),
     "_resident_mask": _resident_mask,
-    "pull_magnitudes": _pull_magnitudes,
     "_rank_rows": _rank_rows,
     "_pull_ranks": functools.partial(_pull_laplace, "laplace_count_backward"),
     "_sort_rows": _sort_rows,

@@ -211,37 +211,41 @@ def test_no_kernel_is_built_for_a_count() -> None:
 
 
 def problems() -> dict[str, Any]:
-    """What the row program solves, by file and name."""
-    from khot._kernels.triton.arguments import Problem
+    """What the row programs solve and pull back through, by file and name."""
+    from khot._kernels.triton.arguments import Problem, Puller
 
     return {
         f"{module.__name__.rpartition('.')[2]}.{name}": value
         for module in (importlib.import_module(f"khot._kernels.triton.{p.stem}") for p in FOLDER.glob("*.py"))
         for name, value in vars(module).items()
-        if isinstance(value, Problem)
+        if isinstance(value, (Problem, Puller))
     }
 
 
-@pytest.mark.parametrize("member", ["find", "write", "exactly"])
-def test_what_is_compiled_is_known_by_every_body(member: str) -> None:
+def test_what_is_compiled_is_known_by_every_body() -> None:
     """Triton writes a constant tuple of functions down by their names: with an upgrade of khot it would take
     what it compiled before from its files."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter builds nothing")
     from triton.compiler import ASTSource
 
+    from khot._kernels.triton.pull import pull_rows
     from khot._kernels.triton.rows import solve
 
-    at = solve.arg_names.index("P")
-    kinds = dict.fromkeys(solve.arg_names, "i32") | {"P": "constexpr"}
-    assert set(problems()) == {"counted.COUNT", "paid.PAID", "magnitude.SIZED", "losses.LOSS"}
-    keys = set()
-    for problem in problems().values():
-        changed = copy.copy(getattr(problem, member))
-        changed._unsafe_update_src(f"{changed.src}\n    pass")
-        for each in (problem, problem._replace(**{member: changed})):
-            keys.add(ASTSource(solve, kinds, {(at,): each}, {}).hash())
-    assert len(keys) == 2 * len(problems())
+    found = problems()
+    solved = {"counted.COUNT", "paid.PAID", "magnitude.SIZED", "losses.LOSS"}
+    assert set(found) == solved | {"pull.PULL_PAID", "magnitude.PULL_SIZED"}
+    for name, problem in found.items():
+        kernel = solve if name in solved else pull_rows
+        at = kernel.arg_names.index("P")
+        kinds = dict.fromkeys(kernel.arg_names, "i32") | {"P": "constexpr"}
+        members = [member for member in problem._fields if member != "left"]
+        changed = [problem]
+        for member in members:
+            other = copy.copy(getattr(problem, member))
+            other._unsafe_update_src(f"{other.src}\n    pass")
+            changed.append(problem._replace(**{member: other}))
+        assert len({ASTSource(kernel, kinds, {(at,): each}, {}).hash() for each in changed}) == len(changed)
 
 
 def test_sizes_are_those_of_triton() -> None:

@@ -12,7 +12,7 @@ from khot._kernels.reference import magnitude as reference
 from noted import Launches
 
 FORWARD = ("_sample_rows", "_sum_parts", "_finish_parts", "_write_sizes")
-BACKWARD = ("_pull_size_parts", "_size_gradient_parts")
+BACKWARD = ("_pull_parts", "_gradient_parts")
 
 
 def number(value: float | list[float]) -> Tensor:
@@ -137,11 +137,13 @@ def test_launches(split: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many whatever the row takes, and what they count is reset, so that they can be replayed."""
     x = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     noted = Launches(split.split, FORWARD[:3], monkeypatch)
-    rest = Launches(split.split_magnitude, (FORWARD[3], *BACKWARD), monkeypatch)
+    rest = Launches(split.magnitude, FORWARD[3:], monkeypatch)
+    backward = Launches(split.pull, BACKWARD, monkeypatch)
     for tau in (1.0, 1e-5):
         y, hi, lo = split.soft_topk_magnitude(x, number(3.0), number(tau), 2.0, True)
         given = (x, number(0.0), x, y, number(3.0), hi, lo, number(tau), 2.0, True)
         split.soft_topk_magnitude_backward(*given)
         assert noted.given["_finish_parts"]["counter_pointer"].tolist() == [0]
-        assert rest.given["_pull_size_parts"]["counter_pointer"].tolist() == [0]
-    assert noted.names == [*FORWARD[:3]] * 2 and rest.names == [FORWARD[3], *BACKWARD] * 2
+        assert backward.given["_pull_parts"]["counter_pointer"].tolist() == [0]
+    assert noted.names == [*FORWARD[:3]] * 2 and rest.names == [FORWARD[3]] * 2
+    assert backward.names == [*BACKWARD] * 2

@@ -24,9 +24,11 @@ __all__ = [
     "Problem",
     "Projected",
     "Pulled",
+    "Puller",
     "Rows",
     "Scratch",
     "Sizes",
+    "Solved",
     "Threshold",
     "Tile",
     "Values",
@@ -50,10 +52,10 @@ class Matrix(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Rows of scores, and what their entries cost if they cost anything."""
+    """Rows of scores, and a second number of each entry if it has one, such as its cost."""
 
     x: Rows
-    cost: Matrix | None
+    other: Matrix | None
 
 
 class Values(NamedTuple):
@@ -72,6 +74,14 @@ class Threshold(NamedTuple):
     lo: Any
 
 
+class Solved(NamedTuple):
+    """What gradients know of rows: their thresholds, τ, and what their sums are held to where that counts."""
+
+    t: Threshold
+    tau: Values
+    goal: Values | None
+
+
 class Found(NamedTuple):
     """The results of rows, and of each its threshold, as above."""
 
@@ -81,8 +91,8 @@ class Found(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """The gradients in the scores, in what the rows' sums are held to, in τ, and in the costs if there are
-    some."""
+    """The gradients in the scores, in what the rows' sums are held to, in τ, and in the costs, if there are
+    some; the second also what programs that share a row leave for each other."""
 
     dx: Any
     dgoal: Any
@@ -248,4 +258,33 @@ class Problem(NamedTuple):
     def cache_key(self) -> str:
         """For Triton's files: they know functions within a tuple by their names alone, and would give out
         what was compiled before a body changed."""
-        return "-".join(each.cache_key for each in self)
+        return _key_of(self)
+
+
+class Puller(NamedTuple):
+    """A constant: how :func:`.pull.pull_rows` takes gradients, as functions for Triton to compile.
+
+    ``prepare(solved, power, row, there, L, T)`` returns what is known of the program's rows, which of them
+    are tried in float32, and what their entries need of it; ``sums(at, grad, there, n, given, L, T)`` the
+    sums over rows, ``left`` of them, and what ``write`` need not do again; ``settle(sums, solved, grad_lo,
+    row, there, threshold, L, asked)`` what entries are pulled by, the gradient in τ, and which rows have it;
+    ``write(at, grad, to, ok, n, given, pull, threshold, kept, L, T)`` the gradients of entries;
+    ``exactly(row, grad, grad_lo, pairs, solved, to, n, power, L, T)`` all of it for one row in float64.
+    L is a constant of the problem's own, such as a :class:`Law`.
+    """
+
+    prepare: Any
+    sums: Any
+    settle: Any
+    write: Any
+    exactly: Any
+    left: int
+
+    @property
+    def cache_key(self) -> str:
+        """As that of a :class:`Problem`."""
+        return _key_of(self)
+
+
+def _key_of(functions: tuple[Any, ...]) -> str:
+    return "-".join(getattr(each, "cache_key", str(each)) for each in functions)

@@ -1,11 +1,12 @@
-"""The gradients of soft top-ks and soft budgets in float32: of rows that stay on chip, that stream past one
-program, or that many programs share.
+"""The gradients of rows that stay on chip, that stream past one program, or that many programs share: the row
+program, :func:`pull_rows`, and what it is given for soft top-ks and soft budgets in float32.
 
 Of the scores, of the costs if there are some, and of the incoming gradient one read, or a second one from the
-caches where they do not fit into the registers; of each result one write, as softmax's backward has. The
-density f is taken from x: y of a narrow dtype has not the digits for it. Rows whose densities all but vanish,
-and rows without an ordinary threshold, are done again, in the same program, in float64 by
-:mod:`.exact_backward`.
+caches where they do not fit into the registers; of each result one write, as softmax's backward has. What is
+summed over a row and written is a :class:`.arguments.Puller`: :data:`PAID` here, whose costs are all 1 where
+entries are counted, and that of a top-k in magnitude (:mod:`.magnitude`). Rows for which float32 does not
+suffice are done again, in the same program, in float64: those without an ordinary threshold, and those whose
+densities all but vanish.
 
 Few very long rows take two launches, and a fill of the counters, before which there is no launch that could
 do it. In the first, every part leaves its sums, and the program that is the last of its row to finish adds
@@ -16,6 +17,7 @@ alone.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -24,7 +26,19 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Matrix, Pairs, Pulled, Rows, Scratch, Threshold, Values
+from khot._kernels.triton.arguments import (
+    Law,
+    Matrix,
+    Pairs,
+    Pulled,
+    Puller,
+    Rows,
+    Scratch,
+    Solved,
+    Threshold,
+    Tile,
+    Values,
+)
 from khot._kernels.triton.costs import load_pair, priced
 from khot._kernels.triton.counted import row_values
 from khot._kernels.triton.exact import number64, row_source
@@ -40,41 +54,177 @@ from khot._kernels.triton.split import last_of_row, total_of_parts
 from khot._kernels.triton.terms import density, log_rate, unit
 from khot._kernels.triton.threshold import FLUSH
 
-__all__ = ["KERNELS", "asked", "backward"]
+__all__ = ["KERNELS", "asked", "backward", "in_float32", "places", "puller", "share"]
 
-FADED = tl.constexpr(1e-20)  # a sum of densities below which float32 has lost their digits
-KEPT = tl.constexpr(8)  # pieces at most whose terms stay in registers until they are written
-LEFT = tl.constexpr(4)  # numbers that a part leaves
-
-
-# ------------------------------------------------------------------------------------- one entry
+# --------------------------------------------------------------------------------- the row program
 
 
 @triton.jit
-def _places(x, cost, grad, row, column, L: tl.constexpr, TOGETHER: tl.constexpr):
-    """Where the scores lie, the costs if there are some, and the incoming gradient: a start of each, and how
-    far apart its columns are."""
+def places(pairs, grad, row, column, TOGETHER: tl.constexpr):
+    """Where the scores lie, the second number of each entry if there is one, and the incoming gradient: a
+    start of each, and how far apart its columns are."""
+    x, other = pairs
     far = column.to(tl.int64)
     x_at = x.pointer + entries(row, x.stride, column, TOGETHER)
     grad_at = grad.pointer + entries(row, grad.row, far * grad.column, TOGETHER)
-    if L.by == BY_COUNT:
+    if other is None:
         return (x_at, x_at, 0), (grad_at, grad.column)
     else:
-        cost_at = cost.pointer + entries(row, cost.row, far * cost.column, TOGETHER)
-        return (x_at, cost_at, cost.column), (grad_at, grad.column)
+        other_at = other.pointer + entries(row, other.row, far * other.column, TOGETHER)
+        return (x_at, other_at, other.column), (grad_at, grad.column)
 
 
 @triton.jit
-def _threshold(t, tau, power, row, there, L: tl.constexpr, TOGETHER: tl.constexpr):
-    """hi, lo, τ and 1/τ of rows; and what :func:`_entry` is to know of them."""
-    hi, rest = in_two(tl.load(t.hi + row, mask=there, other=0.0))
-    lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
-    own_tau = numbers(*tau, row, there)[0]
-    inverse = inverse_of(own_tau)
+def _results(to, offset):
+    """Where the gradients of entries go."""
+    dx_at = to.dx + offset
+    return dx_at, (dx_at if to.dcost is None else to.dcost + offset)
+
+
+@triton.jit
+def in_float32(solved, row, there):
+    """hi, lo and τ of rows."""
+    hi, rest = in_two(tl.load(solved.t.hi + row, mask=there, other=0.0))
+    lo = rest + tl.load(solved.t.lo + row, mask=there, other=0.0).to(tl.float32)
+    return hi, lo, numbers(*solved.tau, row, there)[0]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pull_rows(
+    grad, grad_lo, pairs, solved, to, rows, n_columns, power,
+    P: tl.constexpr, L: tl.constexpr, T: tl.constexpr, ASKED: tl.constexpr,
+):  # fmt: skip
+    """The rows of a :class:`.arguments.Tile`, or one of any length that streams past; those of float64 take
+    float64 for all of it. ASKED says whether somebody wants the derivative of lo, whose gradient comes in.
+    The functions of a :class:`.arguments.Puller` get what is given here."""
+    row, there = place_rows(rows, T.together)
+    ok = there & ~there
+    if pairs[0].pointer.dtype.element_ty != tl.float64:
+        threshold, ordinary, given = P.prepare(solved, power, row, there, L, T)
+        column = tl.arange(0, T.width)
+        at, grad_at = places(pairs, grad, row, column, T.together)
+        sums, kept = P.sums(at, grad_at, ordinary, n_columns, given, L, T)
+        pull, dtau, ok = P.settle(sums, solved, grad_lo, row, ordinary, threshold, L, ASKED)
+        if to.dgoal is not None:
+            tl.store(to.dgoal + row, pull.to(tl.float64), mask=ok)
+        tl.store(to.dtau + row, dtau.to(tl.float64), mask=ok)
+        goes = _results(to, entries(row, n_columns, column, T.together))
+        P.write(at, grad_at, goes, ok, n_columns, given, pull, threshold, kept, L, T)
+
+    rescue(
+        there & ~ok, row, P.exactly, (grad, grad_lo, pairs, solved, to, n_columns, power, L, T), T.together
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- rows of many programs
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _pull_parts(
+    grad, grad_lo, pairs, solved, to, scratch, n_columns, length, parts, power,
+    P: tl.constexpr, L: tl.constexpr, T: tl.constexpr, ASKED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row, part = place(parts)
+    threshold, ordinary, given = P.prepare(solved, power, row, row >= 0, L, T)
+    start = part.to(tl.int64) * length
+    at, grad_at = places(pairs, grad, row, start + tl.arange(0, T.width), 1)
+    mine = tl.minimum(n_columns - start, length).to(tl.int32)
+    sums, _ = P.sums(at, grad_at, ordinary, mine, given, L, T)
+    LEFT: tl.constexpr = P.left
+    left = scratch.left + row * LEFT * parts
+    for i in tl.static_range(LEFT):
+        tl.store(left + i * parts + part, sums[i])
+    if last_of_row(scratch.counter + row, parts):
+        totals = ()
+        for i in tl.static_range(LEFT):
+            totals = totals + (total_of_parts(left, i, parts, PARTS),)  # type: ignore[assignment]  # noqa: RUF005
+        pull, dtau, ok = P.settle(totals, solved, grad_lo, row, ordinary, threshold, L, ASKED)
+        tl.store(scratch.state + row, tl.where(ok, 0, 1))
+        if ok:
+            tl.store(to.dgoal + row, pull.to(tl.float64))
+            tl.store(to.dtau + row, dtau.to(tl.float64))
+        else:
+            P.exactly(row, grad, grad_lo, pairs, solved, to, n_columns, power, L, T)
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _gradient_parts(
+    grad, pairs, solved, to, done_pointer, n_columns, length, parts, power,
+    P: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
+    row, part = (program // parts).to(tl.int64), program % parts
+    if tl.load(done_pointer + row) == 0:
+        threshold, _, given = P.prepare(solved, power, row, row >= 0, L, T)
+        start = part.to(tl.int64) * length
+        column = start + tl.arange(0, T.width)
+        at, grad_at = places(pairs, grad, row, column, 1)
+        mine = tl.minimum(n_columns - start, length).to(tl.int32)
+        pull = tl.load(to.dgoal + row).to(tl.float32)
+        goes = _results(to, row * n_columns + column)
+        P.write(at, grad_at, goes, row >= 0, mine, given, pull, threshold, ((), ()), L, T)
+
+
+KERNELS = (pull_rows, _pull_parts, _gradient_parts)
+
+
+def puller(problem: Puller, law: Any, tile: Tile, warps: int, asked: bool) -> Variant:
+    """What is launched for a problem."""
+    return variant(
+        pull_rows, P=problem, L=law, T=tile, ASKED=asked, num_warps=warps, **layout.registers()
+    )  # fmt: skip
+
+
+def asked(grad_lo: Values) -> bool:
+    """Whether somebody asked for the derivative of lo: a 0 that is given by value says that nobody did."""
+    return grad_lo.pointer is not None or grad_lo.high != 0
+
+
+def share(
+    problem: Puller,
+    law: Any,
+    grad: Matrix,
+    grad_lo: Values,
+    pairs: Pairs,
+    solved: Solved,
+    to: Pulled,
+    rows: int,
+    n: int,
+    power: tuple[float, float] | None,
+    asked: bool,
+    pieces: int | None = None,
+) -> None:
+    """Fill the results of rows that many programs share, so many pieces at a time."""
+    cut = layout.cut(rows, n)
+    done = torch.empty(rows, dtype=torch.int32, device=to.dx.device)
+    left = to.dtau.new_empty(rows, problem.left, cut.parts)
+    scratch = Scratch(done, torch.zeros_like(done), left)
+    which = {"P": problem, "L": law, "T": layout.part_tile(cut, pieces), "num_warps": cut.warps}
+    which |= layout.registers()
+    size, programs = (n, cut.length, cut.parts), rows * cut.parts
+    launch(
+        _pull_parts, programs, grad, grad_lo, pairs, solved, to, scratch, *size, power,
+        ASKED=asked, PARTS=next_power_of_2(cut.parts), **which,
+    )  # fmt: skip
+    launch(_gradient_parts, programs, grad, pairs, solved, to, done, *size, power, **which)
+
+
+FADED = tl.constexpr(1e-20)  # a sum of densities below which float32 has lost their digits
+KEPT = tl.constexpr(8)  # pieces at most whose terms stay in registers until they are written
+
+
+# ------------------------------------------------------------------ of soft top-ks and soft budgets
+
+
+@triton.jit
+def _prepare(solved, power, row, there, L: tl.constexpr, T: tl.constexpr):
+    """hi, lo, τ and 1/τ of rows; all of which may be ordinary; and what :func:`_entry` is to know of them."""
+    hi, lo, tau = in_float32(solved, row, there)
+    inverse = inverse_of(tau)
     scale = inverse * unit(L.cdf)
     z_power = tl.zeros((), tl.float32) + power[0]
-    given = (wide(hi, TOGETHER), wide(lo * scale, TOGETHER), wide(scale, TOGETHER), z_power)
-    return hi, lo, own_tau, inverse, given
+    given = (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), z_power)
+    return (hi, lo, tau, inverse), there, given
 
 
 @triton.jit
@@ -107,11 +257,8 @@ def _products(entry, L: tl.constexpr):
     return paid * a, u * a, paid * z, u * z
 
 
-# ---------------------------------------------------------------------------------- sums over a row
-
-
 @triton.jit
-def _sums(at, grad, there, n, given, L: tl.constexpr, T: tl.constexpr):
+def _held_sums(at, grad, there, n, given, L: tl.constexpr, T: tl.constexpr):
     """The sums of the products over rows that a program holds; and w f and u of each piece, if they are
     kept."""
     PIECES: tl.constexpr = T.pieces
@@ -149,18 +296,26 @@ def _streamed_sums(at, grad, n, given, L: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _settle(
-    sums, grad_lo, row, there, hi, lo, tau, inverse,
-    L: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr,
-):  # fmt: skip
-    """The gradients in the goal and in τ; and which rows have them in float32."""
+def _sums(at, grad, there, n, given, L: tl.constexpr, T: tl.constexpr):
+    if T.streams:
+        return _streamed_sums(at, grad, n, given, L, T), ((), ())
+    else:
+        return _held_sums(at, grad, there, n, given, L, T)
+
+
+@triton.jit
+def _settle(sums, solved, grad_lo, row, there, threshold, L: tl.constexpr, ASKED: tl.constexpr):
+    """dL/dgoal = Σu/Σwf, less τ/Σwf times the gradient in lo if that is ASKED for, by value Σuw/Σw²f and
+    τ/Σw²f, and 0 of a budget that is not spent; dL/dτ = (dL/dgoal·Σwfz − Σuz)/τ; and which rows have them in
+    float32."""
+    hi, lo, tau, inverse = threshold
     mass, u_sum, moment, u_moment = sums
     mass, u_sum = mass.to(tl.float32), u_sum.to(tl.float32)
     pull = u_sum * reciprocal(mass)
     if ASKED:
         pull -= numbers(*grad_lo, row, there)[0] * tau * reciprocal(mass)
     ok = (mass > FADED) & (mass < 1 / FADED)
-    if AT_MOST:
+    if L.at_most:
         fixed = (hi == 0) & (lo == 0)
         pull, ok = tl.where(fixed, 0.0, pull), ok | fixed
     dtau = (pull * moment.to(tl.float32) - u_moment.to(tl.float32)) * inverse * (1 / unit(L.cdf))
@@ -168,12 +323,11 @@ def _settle(
     return pull, dtau, ok & (tau > 1e-25) & (tau < 1e25) & there
 
 
-# ---------------------------------------------------------------------------- gradients of entries
-
-
 @triton.jit
-def _write(at, grad, to, ok, n, given, pull, hi, lo, inverse, kept, L: tl.constexpr, T: tl.constexpr):
-    """The gradients of entries, the last ones first: the row's end is what the cache still has."""
+def _write(at, grad, to, ok, n, given, pull, threshold, kept, L: tl.constexpr, T: tl.constexpr):
+    """dL/dx = (u − w f·pull)/τ, and dL/dw = −y·pull, by value less t·dL/dx; the last entries first: the row's
+    end is what the cache still has."""
+    hi, lo, inverse = threshold[0], threshold[1], threshold[3]
     PIECES: tl.constexpr = T.pieces
     dx_at, dcost_at = to
     column = tl.arange(0, T.width)
@@ -199,114 +353,20 @@ def _write(at, grad, to, ok, n, given, pull, hi, lo, inverse, kept, L: tl.conste
 
 
 @triton.jit
-def _results(to, offset, L: tl.constexpr):
-    """Where the gradients of entries go."""
-    dx_at = to.dx + offset
-    return dx_at, (dx_at if L.by == BY_COUNT else to.dcost + offset)
-
-
-@triton.jit
-def _pull_exactly(
-    row, grad, grad_lo, x, cost, t, tau, to, n, power,
-    L: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
+def _pull_exactly(row, grad, grad_lo, pairs, solved, to, n, power, L: tl.constexpr, T: tl.constexpr):
     """One row in float64, which is read again a chunk at a time."""
-    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(power[0], power[1]))
-    dx_at, dcost_at = _results(to, row * n, L)
+    x, cost = pairs
+    t = solved.t
+    threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*solved.tau, row), joined(*power))
+    dx_at, dcost_at = _results(to, row * n)
     pull_exactly(
         row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
         number64(*grad_lo, row), threshold, dx_at, dcost_at, to.dgoal + row, to.dtau + row,
-        L.cdf, L.by, AT_MOST, L.output, T.chunk,
+        L.cdf, L.by, L.at_most, L.output, T.chunk,
     )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------- the row program
-
-
-@triton.jit(do_not_specialize=["rows"])
-def pull_rows(
-    grad, grad_lo, x, cost, t, tau, to, rows, n_columns, power,
-    L: tl.constexpr, T: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr,
-):  # fmt: skip
-    """dL/dx = (u − w f·pull)/τ and dL/dw = −y·pull with pull = dL/dgoal = Σu/Σwf, less τ/Σwf times the
-    gradient in lo if that is ASKED for; dL/dτ = (pull·Σwfz − Σuz)/τ. By value pull = Σuw/Σw²f, less τ/Σw²f
-    times that gradient, and dL/dw = −y·pull − t·dL/dx. AT_MOST a budget that is not spent pulls nothing.
-    """
-    row, there = place_rows(rows, T.together)
-    hi, lo, own_tau, inverse, given = _threshold(t, tau, power, row, there, L, T.together)
-    column = tl.arange(0, T.width)
-    at, grad_at = _places(x, cost, grad, row, column, L, T.together)
-    kept = ((), ())
-    if T.streams:
-        sums = _streamed_sums(at, grad_at, n_columns, given, L, T)
-    else:
-        sums, kept = _sums(at, grad_at, there, n_columns, given, L, T)
-    pull, dtau, ok = _settle(sums, grad_lo, row, there, hi, lo, own_tau, inverse, L, AT_MOST, ASKED)
-    tl.store(to.dgoal + row, pull.to(tl.float64), mask=ok)
-    tl.store(to.dtau + row, dtau.to(tl.float64), mask=ok)
-    goes = _results(to, entries(row, n_columns, column, T.together), L)
-    _write(at, grad_at, goes, ok, n_columns, given, pull, hi, lo, inverse, kept, L, T)
-
-    rescue(
-        there & ~ok, row, _pull_exactly,
-        (grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T), T.together,
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------- rows of many programs
-
-
-@triton.jit(do_not_specialize=["parts", "length"])
-def _pull_parts(
-    grad, grad_lo, pairs, t, tau, to, scratch, n_columns, length, parts, power,
-    L: tl.constexpr, T: tl.constexpr, AT_MOST: tl.constexpr, ASKED: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    x, cost = pairs
-    row, part = place(parts)
-    there = row >= 0
-    hi, lo, own_tau, inverse, given = _threshold(t, tau, power, row, there, L, 1)
-    start = part.to(tl.int64) * length
-    at, grad_at = _places(x, cost, grad, row, start + tl.arange(0, T.width), L, 1)
-    sums = _streamed_sums(at, grad_at, tl.minimum(n_columns - start, length).to(tl.int32), given, L, T)
-    left = scratch.left + row * LEFT * parts
-    for i in tl.static_range(LEFT):
-        tl.store(left + i * parts + part, sums[i])
-    if last_of_row(scratch.counter + row, parts):
-        totals = (
-            total_of_parts(left, 0, parts, PARTS), total_of_parts(left, 1, parts, PARTS),
-            total_of_parts(left, 2, parts, PARTS), total_of_parts(left, 3, parts, PARTS),
-        )  # fmt: skip
-        pull, dtau, ok = _settle(totals, grad_lo, row, there, hi, lo, own_tau, inverse, L, AT_MOST, ASKED)
-        tl.store(scratch.state + row, tl.where(ok, 0, 1))
-        if ok:
-            tl.store(to.dgoal + row, pull.to(tl.float64))
-            tl.store(to.dtau + row, dtau.to(tl.float64))
-        else:
-            _pull_exactly(row, grad, grad_lo, x, cost, t, tau, to, n_columns, power, L, AT_MOST, T)
-
-
-@triton.jit(do_not_specialize=["parts", "length"])
-def _gradient_parts(
-    grad, x, cost, t, tau, to, done_pointer, n_columns, length, parts, power,
-    L: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
-    row, part = (program // parts).to(tl.int64), program % parts
-    if tl.load(done_pointer + row) == 0:
-        hi, lo, _, inverse, given = _threshold(t, tau, power, row, row >= 0, L, 1)
-        start = part.to(tl.int64) * length
-        column = start + tl.arange(0, T.width)
-        at, grad_at = _places(x, cost, grad, row, column, L, 1)
-        mine = tl.minimum(n_columns - start, length).to(tl.int32)
-        pull = tl.load(to.dgoal + row).to(tl.float32)
-        goes = _results(to, row * n_columns + column, L)
-        _write(at, grad_at, goes, row >= 0, mine, given, pull, hi, lo, inverse, ((), ()), L, T)
-
-
-KERNELS = (pull_rows, _pull_parts, _gradient_parts)
-
-
-# ------------------------------------------------------------------------------------ on the host
+PULL_PAID = Puller(_prepare, _sums, _settle, _write, _pull_exactly, left=4)
 
 
 def backward(
@@ -325,18 +385,15 @@ def backward(
     output: str = "y",
 ) -> None:
     """Fill the results: the gradients in the scores, the costs, the goal, and τ."""
-    rows, which = t.hi.numel(), (F, by, at_most, output, asked(grad_lo))
     dx, dcost, dgoal, dtau = results
-    to = Pulled(dx, dgoal, dtau, dcost)
+    rows = dtau.numel()
+    given = grad, grad_lo, Pairs(source, cost), Solved(t, tau, None), Pulled(dx, dgoal, dtau, dcost), rows, n
     if layout.splits(rows, n):
-        return _share(grad, grad_lo, Pairs(source, cost), t, tau, to, rows, n, *which)
-    start, programs, power = _variant(rows, n, *which)
-    start(programs, grad, grad_lo, source, cost, t, tau, to, rows, n, power)
-
-
-def asked(grad_lo: Values) -> bool:
-    """Whether somebody asked for the derivative of lo: a 0 that is given by value says that nobody did."""
-    return grad_lo.pointer is not None or grad_lo.high != 0
+        law = _law(F, by, at_most, output)
+        pieces = None if by == "count" else 2
+        return share(PULL_PAID, law, *given, layout.power(F), asked(grad_lo), pieces)
+    start, programs, power = _variant(rows, n, F, by, at_most, output, asked(grad_lo))
+    start(programs, *given, power)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -344,38 +401,10 @@ def _variant(
     rows: int, n: int, F: cdfs.CDF, by: str, at_most: bool, output: str, asked: bool
 ) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs, and the exponent of z."""
-    tile = (layout.tile if by == "count" else layout.pair_tile)(rows, n)
-    puller = variant(
-        pull_rows, L=layout.law(F, by, output), T=layout.constant(tile, n), AT_MOST=at_most, ASKED=asked,
-        num_warps=tile.warps, **layout.registers(),
-    )  # fmt: skip
-    return puller, cdiv(rows, tile.together), layout.power(F)
+    tile, law = (layout.tile if by == "count" else layout.pair_tile)(rows, n), _law(F, by, at_most, output)
+    start = puller(PULL_PAID, law, layout.constant(tile, n), tile.warps, asked)
+    return start, cdiv(rows, tile.together), layout.power(F)
 
 
-def _share(
-    grad: Matrix,
-    grad_lo: Values,
-    pairs: Pairs,
-    t: Threshold,
-    tau: Values,
-    to: Pulled,
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-    by: str,
-    at_most: bool,
-    output: str,
-    asked: bool,
-) -> None:
-    """The same of rows that many programs share."""
-    cut, power = layout.cut(rows, n), layout.power(F)
-    done = torch.empty(rows, dtype=torch.int32, device=to.dx.device)
-    scratch = Scratch(done, torch.zeros_like(done), to.dgoal.new_empty(rows, LEFT.value, cut.parts))
-    tile = layout.part_tile(cut, None if by == "count" else 2)
-    which = {"L": layout.law(F, by, output), "T": tile, "num_warps": cut.warps, **layout.registers()}
-    size, programs = (n, cut.length, cut.parts), rows * cut.parts
-    launch(
-        _pull_parts, programs, grad, grad_lo, pairs, t, tau, to, scratch, *size, power,
-        AT_MOST=at_most, ASKED=asked, PARTS=next_power_of_2(cut.parts), **which,
-    )  # fmt: skip
-    launch(_gradient_parts, programs, grad, *pairs, t, tau, to, done, *size, power, **which)
+def _law(F: cdfs.CDF, by: str, at_most: bool, output: str) -> Law:
+    return layout.law(F, by, output)._replace(at_most=at_most)

@@ -69,8 +69,8 @@ def part_of(pairs, row, part, n, length, WIDTH: tl.constexpr):
     column = start + tl.arange(0, WIDTH)
     at = (
         pairs.x.pointer + row * pairs.x.stride + column,
-        pairs.cost.pointer + row * pairs.cost.row + column * pairs.cost.column,
-        pairs.cost.column,
+        pairs.other.pointer + row * pairs.other.row + column * pairs.other.column,
+        pairs.other.column,
     )
     return at, tl.minimum(n - start, length).to(tl.int32), start
 
@@ -251,9 +251,9 @@ def _rescue_budgets(
     if status != DONE:
         k, k_rest, own_tau = _budget_and_tau(budget, tau, row)
         per = tl.load(state + PER).to(tl.float32)
-        x_at, cost_at = pairs.x.pointer + row * pairs.x.stride, pairs.cost.pointer + row * pairs.cost.row
+        x_at, cost_at = pairs.x.pointer + row * pairs.x.stride, pairs.other.pointer + row * pairs.other.row
         column = tl.arange(0, T.width).to(tl.int64)
-        at = (x_at + column, cost_at + column * pairs.cost.column, pairs.cost.column)
+        at = (x_at + column, cost_at + column * pairs.other.column, pairs.other.column)
         hi, lo, ok = iterate(
             (), at, n_columns,
             (
@@ -277,7 +277,7 @@ def _rescue_budgets(
         else:
             own_budget = number64(*budget, row) + budget_rest
             hi64, lo64 = find_exactly(
-                (x_at, cost_at, pairs.cost.column, n_columns), own_budget, number64(*tau, row), slack,
+                (x_at, cost_at, pairs.other.column, n_columns), own_budget, number64(*tau, row), slack,
                 joined(*exponent), L.cdf, L.by, AT_MOST, T.chunk,
             )  # fmt: skip
             tl.store(t.hi + row, hi64)
@@ -307,7 +307,8 @@ def _write_budget_parts(
         threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
         source = (
             pairs.x.pointer + row * pairs.x.stride + start,
-            pairs.cost.pointer + row * pairs.cost.row + start * pairs.cost.column, pairs.cost.column, mine,
+            pairs.other.pointer + row * pairs.other.row + start * pairs.other.column,
+            pairs.other.column, mine,
         )  # fmt: skip
         write_exactly(to, source, threshold, L.cdf, L.by, VALUE, T.chunk)
 
