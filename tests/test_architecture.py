@@ -132,13 +132,20 @@ def used(name: str) -> list[tuple[str, str]]:
             module = aliases.get(node.value.id)
             if module and node.value.id not in shadowed and not is_module(f"{module}.{node.attr}"):
                 taken.append((module, node.attr))
-    triton = "khot._kernels.triton"  # the files of this package share Triton functions and constants freely
+    triton = "khot._kernels.triton"  # whose files have no `__all__`: what they share has no underscore
     return [(m, n) for m, n in taken if not (name.startswith(triton) and m.startswith(triton))]
 
 
 def test_what_is_used_elsewhere_is_in_all() -> None:
     taken = {(m, n) for name in MODULES for m, n in used(name) if m != "khot" and not n.startswith("__")}
     assert {(m, n) for m, n in taken if n not in listed(m)} == set()
+
+
+def test_what_the_gpu_files_share_has_no_underscore() -> None:
+    triton = "khot._kernels.triton"
+    found = [(name, m, n) for name in MODULES if name.startswith(triton) for m, n in imports(name) if n]
+    assert len(found) > 500
+    assert [each for each in found if each[2].startswith("_") and each[1].startswith(triton)] == []
 
 
 def test_all_is_there() -> None:

@@ -9,32 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Blocks",
-    "Cells",
-    "Digits",
-    "Drawn",
-    "Duals",
-    "Found",
-    "Law",
-    "Matrix",
-    "Nodes",
-    "Norm",
-    "Pairs",
-    "Problem",
-    "Projected",
-    "Pulled",
-    "Puller",
-    "Rows",
-    "Scratch",
-    "Sizes",
-    "Solved",
-    "Threshold",
-    "Tile",
-    "Values",
-    "Weight",
-]
-
 
 class Rows(NamedTuple):
     """Rows whose entries lie side by side, and the distance between them."""

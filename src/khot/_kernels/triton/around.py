@@ -17,8 +17,6 @@ from khot._kernels.triton import native
 from khot._kernels.triton.launch import variant
 from khot._kernels.triton.sizes import next_power_of_2
 
-__all__ = ["HOW", "KERNELS"]
-
 WIDTH = 1024  # entries that share a program
 
 #: What becomes of an entry v where the mask is True; 0, or ``fill``, is what it becomes elsewhere. ``other``

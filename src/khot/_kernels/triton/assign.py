@@ -25,8 +25,6 @@ from khot._kernels.triton.assign_rows import TILE
 from khot._kernels.triton.launch import variant
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
-__all__ = ["Cut", "cut", "fits", "scores", "soft_assign", "which"]
-
 WIDEST = 256  # columns: beyond, their matrix takes one program longer than all the rest
 ENTRIES = 1 << 20  # of a matrix, for each matrix that there is: beyond, one program a matrix idles the device
 LONGEST = 1 << 30  # places in a matrix are integers of 32 bits

@@ -25,8 +25,6 @@ from khot._kernels.triton.functions import place, side
 from khot._kernels.triton.launch import variant
 from khot._kernels.triton.split import last_of_row
 
-__all__ = ["KERNELS", "soft_assign_backward", "which"]
-
 ROUNDING = 1e-14  # the error at which conjugate gradients end, relative to its beginning
 
 

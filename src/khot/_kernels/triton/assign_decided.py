@@ -13,8 +13,6 @@ from khot._kernels.triton.assign_rows import EQUAL, INF, balanced, flag, load_ro
 from khot._kernels.triton.exact_steps import ROUNDING
 from khot._kernels.triton.fast import double
 
-__all__ = ["decide_all", "goals"]
-
 
 @triton.jit
 def _facts(x_at, x_stride, k_at, k_row, m, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):

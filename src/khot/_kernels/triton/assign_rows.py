@@ -16,11 +16,6 @@ from khot._kernels.triton.fast import double, total
 from khot._kernels.triton.functions import TINY, icdf, icdf_error, log_scale, log_scales, moments, side
 from khot._kernels.triton.guard import stalls
 
-__all__ = [
-    "EQUAL", "INF", "LAST", "LEAST", "TILE", "balanced", "flag", "load_columns", "load_rows", "roots",
-    "wanted",
-]  # fmt: skip
-
 TILE = 512  # entries that a program holds at a time: two of a thread, as float64 fills registers
 EVALUATIONS = tl.constexpr(100)  # of a row, at most
 LAST = tl.constexpr(1e-8)  # in τ: after a shorter step a row is exact

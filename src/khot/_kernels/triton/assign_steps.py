@@ -22,8 +22,6 @@ from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import place, side
 from khot._kernels.triton.split import last_of_row
 
-__all__ = ["KERNELS", "NOTES", "begin_assignments", "left_by_part", "step_assignments"]
-
 STAGE = tl.constexpr(3.0)  # how much τ falls from stage to stage
 COARSE = tl.constexpr(0.3)  # the error, relative to the goals, at which a stage ends; a guess may have it
 GENTLE = tl.constexpr(0.1)  # above it, a column's error is on the scale of log-odds

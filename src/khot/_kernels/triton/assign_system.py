@@ -13,8 +13,6 @@ import triton.language as tl
 from khot._kernels.triton.fast import total
 from khot._kernels.triton.split import last_of_row
 
-__all__ = ["add_up", "conjugate", "overlap", "product"]
-
 TINY = tl.constexpr(1e-300)
 SINGULAR = tl.constexpr(1e-15)  # relative to the scale, a bend that is rounding
 

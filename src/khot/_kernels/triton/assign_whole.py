@@ -23,8 +23,6 @@ from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.functions import side
 from khot._kernels.triton.sizes import next_power_of_2
 
-__all__ = ["KERNELS", "STEPS", "VECTORS", "solve_whole", "which"]
-
 BLOCK = 32  # columns of a block of the columns' matrix
 DEPTH = 32  # rows that such a block sums at a time
 STEPS = 2048  # at most, in all stages together

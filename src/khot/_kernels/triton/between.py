@@ -20,8 +20,6 @@ from khot._kernels.triton.rows import entries, place_rows
 from khot._kernels.triton.selection import greatest_of, held, in_order, k_of, load_keys, longest
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "quantiles", "quantiles_backward"]
-
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def _resident_quantiles(

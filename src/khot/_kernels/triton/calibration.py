@@ -27,8 +27,6 @@ import triton.language as tl
 from khot._kernels.reference import order_sampling
 from khot._kernels.triton.fast import double, reciprocal, reciprocal64, total
 
-__all__ = ["LARGEST_VARIANCE", "VECTORS", "calibrate"]
-
 VECTORS = tl.constexpr(8)  # of a row with its phantom unit, in float64
 LARGEST_VARIANCE = 4.0  # of a row, for which there are frequencies enough
 FINE = tl.constexpr(0.02)
@@ -71,7 +69,7 @@ def _inverse(x):
 
 
 @triton.jit
-def _sides(z):
+def sides(z):
     """σ(z) and 1 − σ(z), both to the last digits."""
     e = tl.exp(-tl.abs(z))
     likely = _inverse(1 + e)
@@ -80,7 +78,7 @@ def _sides(z):
 
 
 @triton.jit
-def _clamp(x, most):
+def clamp(x, most):
     return tl.minimum(tl.maximum(x, -most), most)
 
 
@@ -106,7 +104,7 @@ def _centre(x_pointer, theta_pointer, goal_pointer, n, units, phantom, k, shift,
             z = tl.where(decided, tl.where(z > 0, float("inf"), float("-inf")), z)
             tl.store(theta_pointer + column, z, mask=column < units)
             tl.store(goal_pointer + column, z, mask=column < units)
-            yes, no = _sides(z)
+            yes, no = sides(z)
             up = yes > no
             both = yes * no
             sums = (
@@ -119,9 +117,9 @@ def _centre(x_pointer, theta_pointer, goal_pointer, n, units, phantom, k, shift,
         variance = below_slope + above_slope
         more = ups - k
         was, decided = decided, (more == 0) & ((below > 0) != (above > 0))
-        step = _clamp((more + (below - above)) / tl.where(variance > 0, variance, 1.0), 1.0)
+        step = clamp((more + (below - above)) / tl.where(variance > 0, variance, 1.0), 1.0)
         if (more == 0) & (below > 0) & (above > 0) & (tl.abs(below - above) > SETTLING * variance):
-            step = _clamp(tl.log(below / above) / (below_slope / below + above_slope / above), FARTHEST)
+            step = clamp(tl.log(below / above) / (below_slope / below + above_slope / above), FARTHEST)
         step = tl.where(decided | (variance == 0), 0.0, step)
         tries += 1
         # of units that are decided once more, to store what they are
@@ -159,7 +157,7 @@ def _near(
         for start in range(0, units, WIDTH):
             column = start + tl.arange(0, WIDTH)
             z = tl.load(theta_pointer + column, mask=column < units, other=float("-inf"))
-            yes, no = _sides((z - offset).to(COMPUTE))
+            yes, no = sides((z - offset).to(COMPUTE))
             yes, no = tl.where(z == float("inf"), 0.0, yes), tl.where(z == float("inf"), 1.0, no)
             sums = (sums[0] + yes, sums[1] + yes * no, sums[2] + tl.where(yes > no, 1.0, 0.0))
             tl.store(p_pointer + column, yes, mask=column < units)
@@ -168,7 +166,7 @@ def _near(
         more = mean - k.to(COMPUTE)
         running = (tl.abs(more) > OFF_CENTRE * tl.sqrt(variance + SMALL)) & (tries < CENTRING)
         if running:
-            offset += _clamp(more / variance, 1.0)
+            offset += clamp(more / variance, 1.0)
         tries += 1
     tl.debug_barrier()
     return offset, variance, ups
@@ -232,7 +230,7 @@ def _coefficients(
 
 
 @triton.jit
-def _times(a, b, c, d):
+def times(a, b, c, d):
     """The complex product (a + ib)(c + id)."""
     return a * c - b * d, a * d + b * c
 
@@ -243,10 +241,10 @@ def _half_turns(order):
     x, y = order.to(tl.float64) * 0 + 1, order.to(tl.float64) * 0
     c, s = tl.zeros((), tl.float64) + COS, tl.zeros((), tl.float64) + SIN
     for bit in tl.static_range(4):
-        turned_x, turned_y = _times(x, y, c, s)
+        turned_x, turned_y = times(x, y, c, s)
         there = (order >> bit) & 1 == 1
         x, y = tl.where(there, turned_x, x), tl.where(there, turned_y, y)
-        c, s = _times(c, s, c, s)
+        c, s = times(c, s, c, s)
     return x, y
 
 
@@ -271,7 +269,7 @@ def _factors(p, less, sin):
 
 @triton.jit
 def _product_and_sums(x, y, a, b, other_x, other_y, other_a, other_b):
-    x, y = _times(x, y, other_x, other_y)
+    x, y = times(x, y, other_x, other_y)
     return x, y, a + other_a, b + other_b
 
 
@@ -298,11 +296,11 @@ def _residuals(
         p, _ = _random(p_pointer, q_pointer, column, units)
         c = tl.load(c_pointer + column, mask=column < units, other=0.0)
         real, imaginary, u, v = _factors(p[:, None], less[None, :], sin[None, :])
-        r_x, r_y = _times(1 - less[None, :], sin[None, :], u, v)
+        r_x, r_y = times(1 - less[None, :], sin[None, :], u, v)
         found = (real, imaginary, (c * p)[:, None] * r_x, (c * p)[:, None] * r_y)
         x, y, sum_x, sum_y = _product_and_sums(x, y, sum_x, sum_y, *tl.reduce(found, 0, _product_and_sums))
-    x, y = _times(x, y, turn_x, turn_y)
-    sum_x, sum_y = _times(x, y, sum_x, sum_y)
+    x, y = times(x, y, turn_x, turn_y)
+    sum_x, sum_y = times(x, y, sum_x, sum_y)
     zero = tl.zeros((WIDTH,), COMPUTE)
     along, length, error, rest = zero, zero, zero, zero
     for start in range(0, units, WIDTH):
@@ -313,11 +311,11 @@ def _residuals(
         c = tl.load(c_pointer + column, mask=there, other=0.0)
         before = tl.load(residual_pointer + column, mask=there & (steps > 0), other=0.0)
         _, _, u, v = _factors(p[None, :], less[:, None], sin[:, None])
-        r_x, r_y = _times(1 - less[:, None], sin[:, None], u, v)
-        selected, _ = _times(sum_x[:, None], sum_y[:, None], r_x, r_y)
-        left, _ = _times(sum_x[:, None], sum_y[:, None], u, v)
-        r_x, r_y = _times(r_x, r_y, u, v)
-        both, _ = _times(x[:, None], y[:, None], r_x, r_y)
+        r_x, r_y = times(1 - less[:, None], sin[:, None], u, v)
+        selected, _ = times(sum_x[:, None], sum_y[:, None], r_x, r_y)
+        left, _ = times(sum_x[:, None], sum_y[:, None], u, v)
+        r_x, r_y = times(r_x, r_y, u, v)
+        both, _ = times(x[:, None], y[:, None], r_x, r_y)
         selected, left, both = total((selected, left, both), 1)
         cross = c * p * q * both
         yes, no = p * selected + cross, q * left - cross
@@ -325,7 +323,7 @@ def _residuals(
         yes, no = tl.where(known, yes, 0.5), tl.where(known, no, 0.5)
         goal = tl.where(known, goal, 0.0)
         residual = goal - tl.log(yes / no)
-        wanted, _ = _sides(goal)
+        wanted, _ = sides(goal)
         turned = residual - before
         along += p * q * turned * residual
         length += p * q * turned * turned

@@ -29,9 +29,9 @@ from torch import Tensor
 from khot._kernels.reference import draws as reference
 from khot._kernels.reference import fixed_point
 from khot._kernels.triton import layout
-from khot._kernels.triton.calibration import _clamp, _sides, _times
-from khot._kernels.triton.draws import _columns, _moments, _plan, uniforms
-from khot._kernels.triton.fast import INTERPRETED, _halvings, double, reciprocal64, total
+from khot._kernels.triton.calibration import clamp, sides, times
+from khot._kernels.triton.draws import columns_of, moments_of, plan_of, uniforms
+from khot._kernels.triton.fast import INTERPRETED, double, halvings, reciprocal64, total
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import next_power_of_2
 
@@ -80,13 +80,13 @@ def _turn(x):
 def _product(a, b):
     """The complex product over the first dim."""
     if INTERPRETED:  # its reduction by a function takes a call for each entry
-        for _ in tl.static_range(_halvings(a.shape[0])):
+        for _ in tl.static_range(halvings(a.shape[0])):
             a, c = tl.split(tl.permute(tl.reshape(a, (2, a.shape[0] // 2, a.shape[1])), (1, 2, 0)))
             b, d = tl.split(tl.permute(tl.reshape(b, (2, b.shape[0] // 2, b.shape[1])), (1, 2, 0)))
-            a, b = _times(a, b, c, d)
+            a, b = times(a, b, c, d)
         return tl.reshape(a, (a.shape[1],)), tl.reshape(b, (b.shape[1],))
     else:
-        return tl.reduce((a, b), 0, _times)
+        return tl.reduce((a, b), 0, times)
 
 
 @triton.jit
@@ -98,10 +98,10 @@ def _trials(theta, free, k, offset, SHARE: tl.constexpr):
     running = tries == 0
     while running:
         offset += shift
-        p, q = _sides(theta - offset)
+        p, q = sides(theta - offset)
         p, q = tl.where(free, p, 0.0), tl.where(free, q, 1.0)
         mean, variance = total((p, p * q), 1)
-        shift = _clamp((mean - k) / tl.maximum(variance, TINY), 1.0)
+        shift = clamp((mean - k) / tl.maximum(variance, TINY), 1.0)
         running = (tl.abs(mean - k) > SHARE * tl.sqrt(variance + SMALL)) & (tries < CENTRING)
         tries += 1
     return p, q, variance, offset
@@ -124,9 +124,9 @@ def _marginals(p, q, variance, k, n, scratch, column, CHUNK: tl.constexpr, BLOCK
     for start in range(0, n, CHUNK):
         own = tl.load(scratch + start + tl.arange(0, CHUNK))
         a, b = _product(1 - own[:, None] * less[None, :], own[:, None] * sin[None, :])
-        x, y = _times(x, y, a, b)
+        x, y = times(x, y, a, b)
     cos_k, sin_k, _ = _turn((order * (k.to(tl.int32) % period) % period).to(tl.float64) * turn)
-    x, y = _times(x, y, cos_k, -sin_k)
+    x, y = times(x, y, cos_k, -sin_k)
     weight = tl.where(order < count, tl.where(order > 0, 2.0, 1.0), 0.0)
     x, y = x * weight, y * weight
     size = 1 / tl.sum(x, axis=0)
@@ -216,7 +216,7 @@ def _draw(
         tries += 1
         running = (size != k) & (tries < TRIES)
     drawn = tl.where(tl.join(even, odd), 1.0, 0.0) + tl.where(size == k, 0.0, float("nan"))
-    column = _columns(pair)
+    column = columns_of(pair)
     tl.store(out_row + column, drawn.to(out_row.dtype.element_ty), mask=column < n)
 
 
@@ -232,8 +232,8 @@ def _conditional_poisson(
     column = tl.arange(0, NARROW)
     scratch = scratch_pointer + row * (BLOCK + 4 * FREQUENCIES)
     x_row, out_row, seed = x.pointer + row * x.stride, out_pointer + row * n, tl.load(seed_pointer)
-    sums = total(_moments(tl.load(x_row + column, mask=column < n, other=0.0)), 1)
-    k, phantom, _, fair = _plan(sums[0], sums[1], 0.0, tolerance)
+    sums = total(moments_of(tl.load(x_row + column, mask=column < n, other=0.0)), 1)
+    k, phantom, _, fair = plan_of(sums[0], sums[1], 0.0, tolerance)
     if WHOLE:
         _draw(x_row, out_row, scratch, seed, row, n, n, k, 0.0, fair, CHUNK, NARROW, BLOCK)
     elif NARROW == BLOCK:

@@ -21,20 +21,6 @@ from khot._kernels.triton.fast import fma, reciprocal, two_sum
 from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support, only_powers
 from khot._kernels.triton.terms import NORMAL_UNIT, PHI, term_count, terms
 
-__all__ = [
-    "as_bits",
-    "digits",
-    "levels",
-    "load_pair",
-    "moment_count",
-    "paid_count",
-    "paid_moments",
-    "paid_series",
-    "paid_terms",
-    "priced",
-    "unit_of_costs",
-]
-
 DIGITS = 24  # of float32
 INFINITE = tl.constexpr(0x7F800000)  # the bits of +inf: those of NaN and of negative numbers are greater
 

@@ -14,8 +14,6 @@ from khot._kernels.triton.arguments import Rows, Tile
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "count_distances"]
-
 OCTAVES, MANTISSA = tl.constexpr(reference.OCTAVES), tl.constexpr(reference.MANTISSA)
 SCALE, WIDER = tl.constexpr(reference.SCALE), tl.constexpr(reference.WIDER)
 

@@ -25,8 +25,6 @@ from khot._kernels.triton.rows import EVALUATIONS, at_of, first_of, hold, inside
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import find
 
-__all__ = ["result", "row_values", "soft_topk", "write_backwards"]
-
 
 @triton.jit
 def _find(

@@ -21,8 +21,6 @@ from khot._kernels.triton.functions import place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
-__all__ = ["KERNELS", "pivotal_sample", "systematic_sample", "tournament"]
-
 WIDTH = 1024  # units of a row that a program holds at a time
 NODES = 2048  # units of a tournament that one program plays off
 

@@ -99,7 +99,7 @@ def _uniform_of(seed, row, column):
 
 
 @triton.jit
-def _columns(pair):
+def columns_of(pair):
     """Both columns of a pair, (pairs, 2)."""
     return 2 * pair[:, None] + tl.arange(0, 2)[None, :]
 
@@ -109,7 +109,7 @@ def _uniform(seed_pointer, out_pointer, n, offset, parts, PAIRS: tl.constexpr):
     row, part = place(parts)
     pair = (part * PAIRS + tl.arange(0, PAIRS)).to(tl.int64)
     first, second = uniforms(tl.load(seed_pointer), row, offset // 2 + pair)
-    column = _columns(pair) - offset % 2
+    column = columns_of(pair) - offset % 2
     there = (column >= 0) & (column < n)
     tl.store(out_pointer + row * n + column, tl.join(first, second), mask=there)
 
@@ -133,7 +133,7 @@ def _part_order_keys(theta, seed_pointer, out_pointer, n, parts, PAIRS: tl.const
     """θ − logit U, the greatest of which are chosen; finite, so that k of them always are."""
     row, part = place(parts)
     pair = part * PAIRS + tl.arange(0, PAIRS)
-    column = _columns(pair)
+    column = columns_of(pair)
     there = column < n
     own_theta = tl.load(theta.pointer + row * theta.stride + column, mask=there, other=0.0)
     own_theta = double(own_theta)
@@ -173,12 +173,12 @@ def order_sample(theta: Tensor, k: Tensor, seed: Tensor) -> Tensor:
 @triton.jit
 def _two_numbers(pointer, pair, n):
     """p of both columns of each pair, and 0 beyond the row."""
-    column = _columns(pair)
+    column = columns_of(pair)
     return tl.split(tl.load(pointer + column, mask=column < n, other=0.0))
 
 
 @triton.jit
-def _moments(x):
+def moments_of(x):
     """Probabilities, and p − p², which is NaN of what is none."""
     p = double(x)
     variance = p - p * p
@@ -186,7 +186,7 @@ def _moments(x):
 
 
 @triton.jit
-def _plan(total, variance, least, tolerance):
+def plan_of(total, variance, least, tolerance):
     """How many units are drawn, of which a phantom with the probability that follows; d; and whether the
     formula of the adjustment holds, which it does not of what is not of probabilities."""
     nearest = tl.floor(total + 0.5)
@@ -360,7 +360,7 @@ def _draw(p, out_row, seed, row, n, k, phantom, d, fair, PIECES: tl.constexpr, P
         _held, _held_equal, keys, k, 2 * PIECES * PAIRS, reciprocal(d.to(tl.float32)), n, fair
     )
     for i in tl.static_range(PIECES):
-        column = _columns(i * PAIRS + pair)
+        column = columns_of(i * PAIRS + pair)
         key = tl.join(keys[2 * i], keys[2 * i + 1])
         chosen = (key <= at) | ((key == level) & (column <= last))
         out = tl.where(chosen, 1.0, 0.0).to(out_row.dtype.element_ty)
@@ -380,9 +380,9 @@ def _pareto(
     x_row, out_row, seed = x.pointer + row * x.stride, out_pointer + row * n, tl.load(seed_pointer)
     p, sums = _load_pairs(x_row, n, PIECES, PAIRS), ()
     for i in tl.static_range(2 * PIECES):
-        sums = plus(sums, _moments(p[i]))
+        sums = plus(sums, moments_of(p[i]))
     sums = total(sums, 1)
-    k, phantom, d, fair = _plan(sums[0], sums[1], least, tolerance)
+    k, phantom, d, fair = plan_of(sums[0], sums[1], least, tolerance)
     if WHOLE | ((MORE == PIECES) & (MORE_PAIRS == PAIRS)):  # noqa: SIM114 (known when it is compiled)
         _draw(p, out_row, seed, row, n, k, phantom, d, fair, PIECES, PAIRS)
     elif phantom == 0:
@@ -397,12 +397,12 @@ def _pareto(
 
 @triton.jit
 def _moments_between(x_pointer, begin, end, n, WIDTH: tl.constexpr):
-    """The sums of :func:`_moments` over columns of a row."""
+    """The sums of :func:`moments_of` over columns of a row."""
     zero = tl.zeros((WIDTH,), tl.float64)
     sums = (zero, zero)
     for start in range(begin, end, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        sums = plus(sums, _moments(tl.load(x_pointer + column, mask=column < n, other=0.0)))
+        sums = plus(sums, moments_of(tl.load(x_pointer + column, mask=column < n, other=0.0)))
     return total(sums, 1)
 
 
@@ -429,7 +429,7 @@ def _row_plan(sums_pointer, row, parts, least, tolerance, PARTS: tl.constexpr):
     at, there = sums_pointer + row * 2 * parts + part, part < parts
     sums = (tl.load(at, mask=there, other=0.0), tl.load(at + parts, mask=there, other=0.0))
     sums = total(sums, 1)
-    return _plan(sums[0], sums[1], least, tolerance)
+    return plan_of(sums[0], sums[1], least, tolerance)
 
 
 @triton.jit
@@ -459,7 +459,7 @@ def _part_keys(
     number = tl.zeros((PAIRS,), tl.int32)
     for start in range(part * length, tl.minimum(n, (part + 1) * length), 2 * PAIRS):
         pair = start // 2 + tl.arange(0, PAIRS)
-        column = _columns(pair)
+        column = columns_of(pair)
         first, second = _two_numbers(x.pointer + row * x.stride, pair, n)
         words = _words(seed, row, pair)
         a_under, a_over = _far(first, words[0], low, high)
@@ -517,7 +517,7 @@ def _draw_carefully(
 ):  # fmt: skip
     """Draw from a row, and return whether it is of probabilities; if not, it is NaN."""
     sums = _moments_between(x_row, 0, n, n, WIDTH)
-    k, phantom, d, fair = _plan(sums[0], sums[1], 0.0, tolerance)
+    k, phantom, d, fair = plan_of(sums[0], sums[1], 0.0, tolerance)
     for start in range(0, n, WIDTH):
         column = start + tl.arange(0, WIDTH)
         blank = tl.where(fair, 0.0, float("nan")).to(out_row.dtype.element_ty)
@@ -533,7 +533,7 @@ def _draw_carefully(
         scale = 1 / (d * d)
         for start in range(0, units, 2 * PAIRS):
             pair = start // 2 + tl.arange(0, PAIRS)
-            column = _columns(pair)
+            column = columns_of(pair)
             u, v = uniforms(seed, row, pair)
             u = tl.join(u, v)
             if calibrated:

@@ -64,19 +64,6 @@ from khot._kernels.triton.functions import (
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import next_power_of_2
 
-__all__ = [
-    "KERNELS",
-    "between_levels",
-    "chunk",
-    "find_exactly",
-    "number64",
-    "row_source",
-    "share",
-    "solve",
-    "solve_row",
-    "write_exactly",
-]
-
 EVALUATIONS = tl.constexpr(128)  # at most
 WIDTH = 1024  # entries that a program holds at a time: two of a thread, as float64 fills registers
 

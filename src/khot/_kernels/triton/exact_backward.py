@@ -41,15 +41,6 @@ from khot._kernels.triton.functions import (
 )
 from khot._kernels.triton.launch import launch
 
-__all__ = [
-    "KERNELS",
-    "backward",
-    "pull_exactly",
-    "pull_sums_exactly",
-    "settle_pull",
-    "write_pull_exactly",
-]
-
 DENSEST = tl.constexpr(690.0)  # the logarithm of a number that is nearly the greatest one
 PEAK = tl.constexpr(0.3989422804014327)  # of the normal density, and its logarithm
 LOG_PEAK = tl.constexpr(-0.9189385332046727)

@@ -12,8 +12,6 @@ from khot._kernels.triton.fast import store
 from khot._kernels.triton.functions import HUGE, UNIFORM
 from khot._kernels.triton.pooled import temperature, unpooled
 
-__all__ = ["find_sizes_exactly", "write_sizes_exactly"]
-
 EVALUATIONS64 = tl.constexpr(128)  # at most, in float64
 
 

@@ -56,8 +56,6 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import BASE, HOPELESS, LEFT, STATE, STATUS, last_of_row, of_parts, solve
 
-__all__ = ["KERNELS", "soft_topk", "soft_topk_backward"]
-
 # A step of up to so many τ leaves an error of at most half its square (times z with the normal CDF).
 SHORT = tl.constexpr(5e-7)
 FAR_OUT = tl.constexpr(36.0)  # z from which a tail that falls exponentially does so to the last digit

@@ -17,8 +17,6 @@ from khot._kernels.triton.functions import (
 )
 from khot._kernels.triton.guard import stalls
 
-__all__ = ["FARTHEST", "NOISE", "ROUNDING", "differences", "less", "logs", "newton", "next_state"]
-
 FARTHEST = tl.constexpr(1e300)
 ROUNDING = tl.constexpr(2.0**-52)
 NOISE = tl.constexpr(1e-15)  # of log P − log Q, for each unit of the logarithms

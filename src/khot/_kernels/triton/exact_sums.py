@@ -15,27 +15,6 @@ import triton.language as tl
 from khot._kernels.triton.fast import double, exact_total, plus, plus_exactly, total
 from khot._kernels.triton.functions import full_support, median, side
 
-__all__ = [
-    "BY",
-    "BY_COUNT",
-    "BY_SCORE",
-    "BY_VALUE",
-    "FARTHEST_Z",
-    "beside",
-    "beside_levels",
-    "cost_moments",
-    "cotangent",
-    "distances",
-    "evaluate",
-    "facts",
-    "finite",
-    "least",
-    "levels_of_share",
-    "load",
-    "standardized",
-    "sums",
-]
-
 BY = {"count": 0, "score": 1, "value": 2}
 BY_COUNT, BY_SCORE, BY_VALUE = (tl.constexpr(i) for i in BY.values())
 FARTHEST_Z = tl.constexpr(1e150)  # its square stays finite

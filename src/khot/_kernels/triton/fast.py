@@ -8,34 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = [
-    "LN2",
-    "LOG2E",
-    "PTX",
-    "any_row",
-    "double",
-    "before",
-    "exact_total",
-    "exp_of_minus",
-    "fma",
-    "half_of",
-    "half_with_sign",
-    "inverse_of",
-    "joined",
-    "log2",
-    "plus",
-    "plus_exactly",
-    "reciprocal",
-    "reciprocal64",
-    "in_two",
-    "store",
-    "total",
-    "two_sum",
-    "wide",
-    "with_sign",
-    "word_of",
-]
-
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # NVIDIA's approximations, of one instruction each. Elsewhere the exact functions take their place.
 PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
@@ -154,7 +126,7 @@ def _add_pairs(a, a_rest, b, b_rest):
 
 
 @triton.constexpr_function
-def _halvings(size):
+def halvings(size):
     return size.bit_length() - 1
 
 
@@ -162,7 +134,7 @@ def _halvings(size):
 def exact_total(sums, rests):
     """The total of a vector of such sums, and its rest: exact but for rounding of the rest."""
     if INTERPRETED:  # its reduction by a function takes a call for each entry
-        for _ in tl.static_range(_halvings(sums.shape[0])):
+        for _ in tl.static_range(halvings(sums.shape[0])):
             a, b = tl.split(tl.reshape(sums, (sums.shape[0] // 2, 2)))
             a_rest, b_rest = tl.split(tl.reshape(rests, (rests.shape[0] // 2, 2)))
             sums, rests = _add_pairs(a, a_rest, b, b_rest)

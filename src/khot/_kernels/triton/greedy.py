@@ -21,8 +21,6 @@ from khot._kernels.triton.ranks import RANKED, across, nan_of, sorted_rows
 from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
-__all__ = ["KERNELS", "budget_mask"]
-
 WIDTH = 1024  # entries that a program holds at a time
 
 

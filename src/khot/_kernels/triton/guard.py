@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["stalls"]
-
 
 @triton.jit
 def stalls(width, span, helps, count):

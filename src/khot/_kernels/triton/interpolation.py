@@ -15,8 +15,6 @@ from khot._kernels.triton.fast import double, store
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "interpolate", "interpolate_backward", "line", "weights"]
-
 BLOCK = 128
 
 

@@ -24,8 +24,6 @@ from khot._core import eager
 from khot._kernels.triton import native
 from khot._kernels.triton.fast import PTX
 
-__all__ = ["Variant", "launch", "unstarted", "variant"]
-
 LARGE = 1 << 31  # from here on an integer has 64 bits
 
 #: Told the name of each kernel that is launched, where something counts them.

@@ -46,8 +46,6 @@ from khot._kernels.triton.selection import (
 )
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "LEVEL", "MASK", "MOST", "PLACE", "STATE", "level_of", "levels"]
-
 MOST = 2_000_000_000  # entries of a row whose places fit into int32
 FEW, MANY = 4096, 16384  # entries of a sample; many of a row that is longer than `layout.STREAMED`
 DEVIATIONS = 5.0  # of a rank in the sample; so many ranks more cover the ends, where a rank has no deviation

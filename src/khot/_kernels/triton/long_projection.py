@@ -31,8 +31,6 @@ from khot._kernels.triton.short_projection import (
 )
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "permutahedron"]
-
 CHUNK, WARPS = 1024, 8
 
 

@@ -51,19 +51,6 @@ from khot._kernels.triton.rows import (
 from khot._kernels.triton.terms import PHI, normal_tail, unit, value
 from khot._kernels.triton.threshold import find, over
 
-__all__ = [
-    "KERNELS",
-    "fenchel_young",
-    "fenchel_young_backward",
-    "losses_exactly",
-    "losses_of",
-    "pull",
-    "pull_entries_exactly",
-    "pulls",
-    "share_of",
-    "target_sums",
-]
-
 CLOSE, SHORT = tl.constexpr(reference.CLOSE), tl.constexpr(reference.SHORT)
 
 

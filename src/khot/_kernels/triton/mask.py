@@ -35,8 +35,6 @@ from khot._kernels.triton.selection import (
 )
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "topk_mask"]
-
 
 @triton.jit(do_not_specialize=["rows"])
 def _resident_mask(

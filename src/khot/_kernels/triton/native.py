@@ -21,8 +21,6 @@ from triton.runtime import driver
 from khot import cdfs
 from khot._core import eager
 
-__all__ = ["ASKED", "SCRATCH", "members", "remember", "use"]
-
 #: How many pointers Triton's launcher passes after a kernel's parameters, by Triton's version: those to
 #: scratch memory, for the kernel and for a profiler. They are null for kernels that ask for none.
 SCRATCH = {"3.5": 2, "3.6": 2, "3.7": 2, "3.8": 2, "3.9": 2}

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from khot._kernels.triton.fast import half_of
 
-__all__ = ["WORD", "columns", "load_words", "piece"]
-
 WORD = tl.constexpr(tl.pointer_type(tl.int32))
 # two entries of −∞
 LEAST16 = tl.constexpr(0xFC00FC00 - (1 << 32))

@@ -54,18 +54,6 @@ from khot._kernels.triton.threshold import (
     taylor_step,
 )
 
-__all__ = [
-    "bracket",
-    "dearest",
-    "facts_of",
-    "guess_of",
-    "origin_of",
-    "share_of",
-    "soft_budget",
-    "spends_at_zero",
-    "write_shares",
-]
-
 CLEAR = tl.constexpr(1e-5)  # of the budget: what t = 0 spends more or less than that is no matter of rounding
 
 

@@ -39,8 +39,6 @@ from khot._kernels.triton.sizes import cdiv, next_power_of_2
 from khot._kernels.triton.terms import PHI, density, normal_tail, unit, value
 from khot._kernels.triton.threshold import find
 
-__all__ = ["KERNELS", "registers", "soft_permutation", "soft_permutation_backward"]
-
 NARROW = 16  # entries to which rows are padded at least
 HELD, HELD_BACK = 4096, 2048  # entries times levels that a program holds at a time, forward and backward
 SHARE = 256  # and a warp

@@ -35,18 +35,6 @@ from khot._kernels.triton.selection import (
 )
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
-__all__ = [
-    "KERNELS",
-    "PULLED",
-    "add_where",
-    "entry_after",
-    "entry_at",
-    "given",
-    "hold",
-    "order_statistics",
-    "order_statistics_backward",
-]
-
 PULLED = 8  # places of a row that a program looks for, one after another
 
 

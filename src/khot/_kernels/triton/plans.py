@@ -26,8 +26,6 @@ from khot._core.torch_internals import DispatchMode
 from khot._kernels.gpu import load
 from khot._kernels.triton import launch, layout, native, selection
 
-__all__ = ["PLANNED", "Plan", "plan"]
-
 #: In the place of numbers that are given by value.
 NUMBERS = (math.pi, math.e)
 

@@ -14,8 +14,6 @@ from khot._kernels.triton.fast import any_row, exp_of_minus, reciprocal64, two_s
 from khot._kernels.triton.functions import LAPLACE, LOGISTIC, full_support, side
 from khot._kernels.triton.threshold import over
 
-__all__ = ["polish"]
-
 STEPS = tl.constexpr(4)  # at most, before a row is searched in float64
 # A step of up to so many τ is the last one. Its error is half its square (times z with the normal CDF); where
 # entries cross a kink of F, it is as long as the step.

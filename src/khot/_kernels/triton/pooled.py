@@ -13,8 +13,6 @@ import triton.language as tl
 
 from khot._kernels.triton.terms import terms
 
-__all__ = ["pooled_moments", "pooled_terms", "size", "temperature", "unpooled"]
-
 
 @triton.jit
 def size(x):

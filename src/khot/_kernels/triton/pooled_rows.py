@@ -15,13 +15,6 @@ from khot._kernels.triton.rows import inside, load_rows
 from khot._kernels.triton.terms import holds, value
 from khot._kernels.triton.threshold import guess, iterate, over
 
-__all__ = [
-    "find_gamma",
-    "pooled_result",
-    "pooled_values",
-    "write_pooled",
-]
-
 
 @triton.jit
 def find_gamma(

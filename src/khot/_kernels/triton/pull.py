@@ -54,8 +54,6 @@ from khot._kernels.triton.split import last_of_row, total_of_parts
 from khot._kernels.triton.terms import density, log_rate, unit
 from khot._kernels.triton.threshold import FLUSH
 
-__all__ = ["KERNELS", "asked", "backward", "in_float32", "places", "puller", "share"]
-
 # --------------------------------------------------------------------------------- the row program
 
 

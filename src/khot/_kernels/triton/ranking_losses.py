@@ -23,17 +23,6 @@ from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv
 from khot._kernels.triton.ways import laplace_count, sorts_rows
 
-__all__ = [
-    "KERNELS",
-    "centred_places",
-    "correlation_loss",
-    "correlation_loss_backward",
-    "counted_mean",
-    "ndcg_loss",
-    "ndcg_loss_backward",
-    "tile",
-]
-
 SORTED, WARPS = 2048, 8  # entries of a list that a program sorts, or holds at a time
 LISTS = 1 << 16  # that one program takes the mean of; torch takes less time for more
 # Sums of n ranks are off by about n · 4 · 2⁻⁵² where float64 holds them: what is smaller counts as nothing.

@@ -32,24 +32,6 @@ from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.selection import ordered
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
-__all__ = [
-    "KERNELS",
-    "SHORT",
-    "across",
-    "both_sums",
-    "centred_places",
-    "entries_of",
-    "finite",
-    "laplace_rank",
-    "laplace_rank_backward",
-    "nan_of",
-    "sorted_rows",
-    "notes",
-    "sorted_sums",
-    "temperature",
-    "tile",
-]
-
 SHORT = 2048  # entries of a row that one program sorts; a compiler takes half a minute for 4,096
 RANKED = 1024  # entries of a row that is sorted to be ranked; sorted by itself, a longer one takes less time
 NARROW = 16  # entries to which rows are padded at least

@@ -24,8 +24,6 @@ from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import key_of, number
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "descending", "descending_values", "serves", "sort_rows"]
-
 CHUNK = 1024  # entries that one warp sorts or merges: threads exchange them without shared memory
 HELD = 32  # of them in each thread, whose exchanges take the least
 PROBES = 32  # of a step of a search

@@ -22,22 +22,6 @@ from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.packed import load_words
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = [
-    "EVALUATIONS",
-    "KERNELS",
-    "at_of",
-    "entries",
-    "hold",
-    "inside",
-    "load_rows",
-    "numbers",
-    "first_of",
-    "place_rows",
-    "rescue",
-    "solver",
-    "write_held",
-]
-
 EVALUATIONS = 24  # at most, before a row is searched in float64
 
 

@@ -13,8 +13,6 @@ from khot._kernels.triton.fast import joined
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "selectable"]
-
 
 @triton.jit(do_not_specialize=["rows"])
 def _selectable(

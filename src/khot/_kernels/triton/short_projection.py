@@ -39,26 +39,6 @@ from khot._kernels.triton.ranks import across, nan_of, sorted_rows
 from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
-__all__ = [
-    "ENDLESS",
-    "ENDLESS_WEIGHT",
-    "KERNELS",
-    "LEAST",
-    "LONGEST",
-    "LONGEST_POWERS",
-    "digits_of",
-    "finite",
-    "inverse_tau",
-    "one_over",
-    "permutahedron",
-    "permutahedron_backward",
-    "since",
-    "smaller",
-    "steepest",
-    "tile",
-    "within",
-]
-
 LONGEST = ranks.RANKED  # sorted by itself, a longer row takes less time
 LONGEST_POWERS = 256  # with "kl", whose chords cost more: a longer row's blocks are pooled in less time
 TOGETHER = 512  # entries of short rows that share a program

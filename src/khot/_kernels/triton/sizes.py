@@ -3,8 +3,6 @@ cost as much as two launches."""
 
 from __future__ import annotations
 
-__all__ = ["cdiv", "next_power_of_2"]
-
 
 def cdiv(n: int, size: int) -> int:
     """How many pieces of a size hold n."""

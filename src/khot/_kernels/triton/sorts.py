@@ -34,8 +34,6 @@ from khot._kernels.triton.ranks import (
 from khot._kernels.triton.rows import entries, inside, place_rows
 from khot._kernels.triton.sizes import cdiv
 
-__all__ = ["KERNELS", "laplace_sort", "laplace_sort_backward"]
-
 PLANES = tl.constexpr(5)  # of the scratch tensor, for each row
 
 

@@ -41,23 +41,6 @@ from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
 from khot._kernels.triton.threshold import find, iterate, less, long_step, moment_terms, over, taylor_step
 
-__all__ = [
-    "BASE",
-    "CAREFUL",
-    "DONE",
-    "HOPELESS",
-    "KERNELS",
-    "LEFT",
-    "OPEN",
-    "STATE",
-    "STATUS",
-    "last_of_row",
-    "of_parts",
-    "soft_topk",
-    "solve",
-    "total_of_parts",
-]
-
 EVALUATIONS = tl.constexpr(24)  # at most, of a sample, of a window, and of a row by one program
 LEFT = tl.constexpr(11)  # numbers that a part leaves: of an evaluation, then four counts
 FAR = tl.constexpr(1e37)  # of a bound that there is not

@@ -50,8 +50,6 @@ from khot._kernels.triton.split import CAREFUL, DONE, HOPELESS, OPEN, last_of_ro
 from khot._kernels.triton.terms import holds, unit
 from khot._kernels.triton.threshold import FLUSH, advance, iterate, over
 
-__all__ = ["KERNELS", "PIECES", "part_of", "soft_budget"]
-
 PIECES = 2  # that a part holds at a time: entries are pairs
 STEPS = 6  # launches that evaluate: most rows take one to five
 LEFT = tl.constexpr(18)  # numbers that a part leaves at most: of two evaluations, and a bracket

@@ -36,8 +36,6 @@ from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import DONE, STATE, STATUS, last_of_row, total_of_parts
 from khot._kernels.triton.terms import unit
 
-__all__ = ["KERNELS", "fenchel_young", "fenchel_young_backward"]
-
 LEFT = tl.constexpr(3)  # numbers that a part leaves: its targets' sum, whether they are soft, and its loss
 
 

@@ -24,22 +24,6 @@ from khot._kernels.triton.functions import (
     only_powers,
 )
 
-__all__ = [
-    "hard_count",
-    "density",
-    "holds",
-    "kink",
-    "log_rate",
-    "moment_quantile",
-    "normal_tail",
-    "PHI",
-    "series",
-    "term_count",
-    "terms",
-    "unit",
-    "value",
-]
-
 NORMAL_UNIT = tl.constexpr(math.sqrt(0.5 / math.log(2)))  # 2^(−v²) = e^(−z²/2)
 PHI = tl.constexpr(1 / math.sqrt(2 * math.pi))
 STEEP = tl.constexpr(2.0**24)  # a slope that makes a clipped line a step

@@ -48,21 +48,6 @@ from khot._kernels.triton.terms import (
     unit,
 )
 
-__all__ = [
-    "FLUSH",
-    "advance",
-    "find",
-    "guess",
-    "guess_by_value",
-    "iterate",
-    "less",
-    "long_step",
-    "min_max",
-    "moment_terms",
-    "over",
-    "taylor_step",
-]
-
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
 # 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not
 # follow: the error is up to half the square of the step.

@@ -26,23 +26,6 @@ from khot._kernels.triton.largest import topk
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import LEAST, key_of
 
-__all__ = [
-    "KERNELS",
-    "MOST",
-    "beyond",
-    "chosen",
-    "factors",
-    "head",
-    "joined_gram",
-    "powers",
-    "ratio",
-    "scale_of",
-    "solve",
-    "sorting",
-    "sorted_soft_topk",
-    "which",
-]
-
 MOST = 128  # as many anchors leave a program its matrices on chip; the reference serves beyond
 SORTED = 1024  # entries of a row that its program sorts
 HELD = 128  # anchors times entries that a warp holds at a time

@@ -32,8 +32,6 @@ from khot._kernels.triton.transport import (
     which,
 )
 
-__all__ = ["KERNELS", "sorted_soft_topk_backward"]
-
 
 @triton.jit
 def _gram(A, k, KEYS: tl.constexpr):

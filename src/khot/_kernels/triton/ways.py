@@ -41,23 +41,6 @@ from khot._kernels.reference import soft_topk as reference_topk
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Threshold
 
-__all__ = [
-    "fenchel_young",
-    "fenchel_young_backward",
-    "laplace_centred_rank",
-    "laplace_count",
-    "laplace_count_backward",
-    "laplace_thresholds",
-    "laplace_thresholds_backward",
-    "permutahedron",
-    "permutahedron_backward",
-    "soft_budget",
-    "soft_budget_backward",
-    "soft_topk",
-    "soft_topk_backward",
-    "sorts_rows",
-]
-
 
 @functools.cache
 def kernels(file: str) -> Any:
