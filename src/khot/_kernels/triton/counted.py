@@ -10,9 +10,7 @@ import functools
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Problem, Rows, Values
 from khot._kernels.triton.exact import solve_row
@@ -137,30 +135,22 @@ def write_backwards(at, to, begin, end, ok, values, L: tl.constexpr, T: tl.const
 COUNT = Problem(_find, _write, solve_row)
 
 
-def soft_topk(
-    source: Rows,
-    k: Values,
-    tau: Values,
-    out: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-    output: str,
-) -> None:
-    """Fill out, hi and lo."""
-    packed = layout.packs(*source, n) and F.name != "normal"  # whose formulas leave no registers for a row
-    start, programs, power = _variant(rows, n, F, output, packed)
-    found = Found(None if output == "threshold" else out, hi, lo)
+def soft_topk(source: Rows, k: Values, tau: Values, found: Found, asked: layout.Asked) -> None:
+    """Fill what is found; out not if only the threshold is asked for."""
+    rows, n = source.pointer.shape
+    # the normal CDF's formulas leave no registers for a packed row
+    packed = layout.packs(*source, n) and asked.F.name != "normal"
+    start, programs, power = _variant(rows, n, asked, packed)
+    if asked.output == "threshold":
+        found = found._replace(out=None)
     start(programs, source, None, k, tau, found, rows, n, EVALUATIONS, None, power)
 
 
 @functools.lru_cache(maxsize=1024)
 def _variant(
-    rows: int, n: int, F: cdfs.CDF, output: str, packed: bool
+    rows: int, n: int, asked: layout.Asked, packed: bool
 ) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs, and the exponent of z."""
     tile = layout.packed_tile(n) if packed else layout.tile(rows, n)
-    law = layout.law(F, output=output)._replace(polished=layout.steep(F, output))
-    return *solver(COUNT, law, tile, rows, n), layout.power(F)
+    law = layout.law(*asked)._replace(polished=layout.steep(asked.F, asked.output))
+    return *solver(COUNT, law, tile, rows, n), layout.power(asked.F)

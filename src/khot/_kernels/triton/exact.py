@@ -12,13 +12,9 @@ Newton's may lead anywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Digits, Found, Matrix, Rows, Tile, Values
 from khot._kernels.triton.exact_steps import (
@@ -383,27 +379,15 @@ def chunk(n: int) -> dict[str, int]:
 
 
 def solve(
-    source: Rows,
-    cost: Matrix | None,
-    goal: tuple[Any, ...],
-    tau: Values,
-    out: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    n: int,
-    F: cdfs.CDF,
-    *,
-    by: str = "count",
-    at_most: bool = False,
-    slack: float = 0.0,
-    output: str = "y",
+    x: Rows, cost: Matrix | None, goal: Values, tau: Values, found: Found, asked: layout.Asked, digits: Digits
 ) -> None:
-    """Fill hi and lo, and out unless only the threshold is asked for. The goal is k or a budget, as
-    :func:`.layout.values` has it, and what is left of it (:func:`.layout.rest`)."""
-    held, law = chunk(n), layout.law(F, by, output)._replace(at_most=at_most)
-    found = Found(out if output in ("y", "log") else None, hi, lo)
+    """Fill what is found; out not if only the threshold is asked for. The goal is k or a budget."""
+    rows, n = x.pointer.shape
+    held = chunk(n)
+    if asked.output not in ("y", "log"):
+        found = found._replace(out=None)
     launch(
-        solve_exactly, hi.numel(),
-        source, cost, Values(*goal[:4]), tau, found, n, Digits(goal[4], slack, 0.0, 0.0), layout.power(F),
-        L=law, T=Tile(1, 1, held["WIDTH"], False, True, held["WIDTH"]), num_warps=held["num_warps"],
+        solve_exactly, rows,
+        x, cost, goal, tau, found, n, digits, layout.power(asked.F), L=layout.law(*asked),
+        T=Tile(1, 1, held["WIDTH"], False, True, held["WIDTH"]), num_warps=held["num_warps"],
     )  # fmt: skip

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Matrix, Pulled, Rows, Threshold, Values
+from khot._kernels.triton.arguments import Matrix, Pairs, Pulled, Solved, Values
 from khot._kernels.triton.exact import chunk, number64, row_source, share
 from khot._kernels.triton.exact_sums import (
     BY_COUNT,
@@ -232,8 +230,7 @@ def _gap(
 
 @triton.jit
 def pull_rows_exactly(
-    grad, grad_lo, x, cost, t, tau, to, n, exponent, L: tl.constexpr, AT_MOST: tl.constexpr,
-    WIDTH: tl.constexpr,
+    grad, grad_lo, x, cost, t, tau, to, n, exponent, L: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
@@ -241,7 +238,7 @@ def pull_rows_exactly(
     pull_exactly(
         row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
         number64(*grad_lo, row), threshold, dx_at, dx_at if L.by == BY_COUNT else to.dcost + row * n,
-        to.dgoal + row, to.dtau + row, L.cdf, L.by, AT_MOST, L.output, WIDTH,
+        to.dgoal + row, to.dtau + row, L.cdf, L.by, L.at_most, L.output, WIDTH,
     )  # fmt: skip
 
 
@@ -249,24 +246,12 @@ KERNELS = (pull_rows_exactly,)
 
 
 def backward(
-    grad: Matrix,
-    grad_lo: Values,
-    source: Rows,
-    cost: Matrix | None,
-    t: Threshold,
-    tau: Values,
-    results: tuple[Tensor, Tensor | None, Tensor, Tensor],
-    n: int,
-    F: cdfs.CDF,
-    *,
-    by: str = "count",
-    at_most: bool = False,
-    output: str = "y",
+    grad: Matrix, grad_lo: Values, pairs: Pairs, solved: Solved, to: Pulled, asked: layout.Asked
 ) -> None:
-    """Fill the results: the gradients in the scores, the costs, the goal, and τ."""
-    dx, dcost, dgoal, dtau = results
+    """Fill the results, as :func:`.pull.backward` does."""
+    rows, n = pairs.x.pointer.shape
     launch(
-        pull_rows_exactly, t.hi.numel(),
-        grad, grad_lo, source, cost, t, tau, Pulled(dx, dgoal, dtau, dcost), n, layout.power(F),
-        L=layout.law(F, by, output), AT_MOST=at_most, **chunk(n),
+        pull_rows_exactly, rows,
+        grad, grad_lo, *pairs, solved.t, solved.tau, to, n, layout.power(asked.F), L=layout.law(*asked),
+        **chunk(n),
     )  # fmt: skip

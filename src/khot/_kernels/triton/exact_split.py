@@ -18,11 +18,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Matrix, Rows, Scratch, Threshold, Values
+from khot._kernels.triton.arguments import (
+    Found,
+    Matrix,
+    Pairs,
+    Pulled,
+    Rows,
+    Scratch,
+    Solved,
+    Threshold,
+    Values,
+)
 from khot._kernels.triton.exact import (
     between_levels,
     find_exactly,
@@ -259,59 +268,40 @@ def _write_pull_fine(
 KERNELS = (_polish_parts, _write_fine, _pull_fine, _write_pull_fine)
 
 
-def soft_topk(
-    source: Rows,
-    k: Values,
-    tau: Values,
-    out: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-    output: str,
-) -> None:
-    """Fill out, unless only the threshold is asked for, hi and lo."""
-    t, power = Threshold(hi, lo), layout.power(F)
-    scratch, cut = solve(source, k, tau, t, rows, n, layout.law(F), power, fine=True)
+def soft_topk(source: Rows, k: Values, tau: Values, found: Found, asked: layout.Asked) -> None:
+    """Fill what is found; out not if only the threshold is asked for."""
+    rows, n = source.pointer.shape
+    F, t, power = asked.F, Threshold(found.hi, found.lo), layout.power(asked.F)
+    scratch, cut = solve(source, k, tau, t, layout.law(F), power, fine=True)
     which, size = _which(cut, F), (n, cut.length, cut.parts)
     launch(
         _polish_parts, rows * cut.parts,
         source, k, tau, t, scratch._replace(window=None), *size, power, **which,
         PARTS=next_power_of_2(cut.parts),
     )  # fmt: skip
-    if output not in ("threshold", "rounded"):
+    if asked.output in ("y", "log"):
         launch(
             _write_fine, rows * cut.parts,
-            source, tau, out, t, *size, power, **which, OUTPUT=OUTPUTS[output],
+            source, tau, found.out, t, *size, power, **which, OUTPUT=OUTPUTS[asked.output],
         )  # fmt: skip
 
 
-def soft_topk_backward(
-    grad: Matrix,
-    grad_lo: Values,
-    source: Rows,
-    t: Threshold,
-    tau: Values,
-    results: tuple[Tensor, Tensor, Tensor],
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-    output: str,
+def backward(
+    grad: Matrix, grad_lo: Values, pairs: Pairs, solved: Solved, to: Pulled, asked: layout.Asked
 ) -> None:
-    """Fill the results: dx, dk and dtau."""
-    dx, dk, dtau = results
-    cut = layout.cut(rows, n)
+    """Fill the results, as :func:`.pull.backward` does."""
+    (source, _), (t, tau, _), (rows, n) = pairs, solved, pairs.x.pointer.shape
+    cut, dk = layout.cut(rows, n), to.dgoal
     state, left = dk.new_empty(rows, PULLED.value), dk.new_empty(rows, PULLED.value, cut.parts)
     scratch = Scratch(state, torch.zeros(rows, dtype=torch.int32, device=dk.device), left)
-    which = {**_which(cut, F), "OUTPUT": OUTPUTS[output]}
-    size, power, programs = (n, cut.length, cut.parts), layout.power(F), rows * cut.parts
+    which = {**_which(cut, asked.F), "OUTPUT": OUTPUTS[asked.output]}
+    size, power, programs = (n, cut.length, cut.parts), layout.power(asked.F), rows * cut.parts
     launch(
         _pull_fine, programs,
-        grad, grad_lo, source, t, tau, dk, dtau, scratch, *size, power, **which,
+        grad, grad_lo, source, t, tau, dk, to.dtau, scratch, *size, power, **which,
         PARTS=next_power_of_2(cut.parts),
     )  # fmt: skip
-    launch(_write_pull_fine, programs, grad, source, t, tau, dx, state, *size, power, **which)
+    launch(_write_pull_fine, programs, grad, source, t, tau, to.dx, state, *size, power, **which)
 
 
 def _which(cut: layout.Cut, F: cdfs.CDF) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import arguments, fast
-from khot._kernels.triton.arguments import Law, Matrix, Rows, Values
+from khot._kernels.triton.arguments import Law, Matrix, Rows, Solved, Threshold, Values
 from khot._kernels.triton.exact_sums import BY
 from khot._kernels.triton.functions import CDFS, OUTPUTS
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
@@ -233,6 +233,13 @@ def values(value: Tensor, batch: torch.Size, device: torch.device) -> Values:
     return Values(*numbers(value, batch, device), 0.0, 0.0)
 
 
+def solved(hi: Tensor, lo: Tensor, tau: Tensor, goal: Tensor | None = None) -> Solved:
+    """What gradients know of rows: t = hi + lo, τ, and the goal where it counts."""
+    batch, device = hi.shape, hi.device
+    held = None if goal is None else values(goal, batch, device)
+    return Solved(Threshold(hi.contiguous(), lo.contiguous()), values(tau, batch, device), held)
+
+
 def rest(value: Tensor, given: Values) -> float:
     """What is left of a number that is given by value, for a kernel that needs its last digit."""
     return 0.0 if given.pointer is not None else (value.item() - given.high) - given.low
@@ -256,9 +263,24 @@ def cdf_id(name: str) -> int:
     return CDFS[name]
 
 
-def law(F: cdfs.CDF, by: str = "count", output: str = "y") -> Law:
-    """The formulas of a CDF, and what of it is asked for."""
-    return Law(cdf_id(F.name), whole(F), OUTPUTS[output], BY[by])
+class Asked(NamedTuple):
+    """What rows are asked for, in words: the CDF, whether entries are counted or have costs, the result, and
+    whether a budget may be left unspent."""
+
+    F: cdfs.CDF
+    by: str
+    output: str
+    at_most: bool
+
+
+@functools.lru_cache(maxsize=256)
+def asked(cdf: str, shape: float, by: str = "count", output: str = "y", at_most: bool = False) -> Asked:
+    return Asked(cdfs.resolve(cdf, shape), by, output, at_most)
+
+
+def law(F: cdfs.CDF, by: str = "count", output: str = "y", at_most: bool = False) -> Law:
+    """The same as a constant of kernels."""
+    return Law(cdf_id(F.name), whole(F), OUTPUTS[output], BY[by], at_most=at_most)
 
 
 def power(F: cdfs.CDF) -> tuple[float, float]:

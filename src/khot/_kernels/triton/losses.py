@@ -11,6 +11,7 @@ The formulas are the reference's (`_kernels.reference.fenchel_young`).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Found, Problem, Rows, Threshold, Tile, Values
+from khot._kernels.triton.arguments import Found, Problem, Rows, Tile, Values
 from khot._kernels.triton.exact import find_exactly, number64, share
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, double, in_two, inverse_of, joined, reciprocal, store, wide
@@ -414,21 +415,18 @@ def pull_losses(
 KERNELS = (pull_losses,)
 
 
-def fenchel_young(
-    x: Rows, target: Rows, k: Values, tau: Values, results: tuple[Tensor, Tensor, Tensor, Tensor],
-    rows: int, n: int, F: cdfs.CDF,
-) -> None:  # fmt: skip
-    """Fill the losses, the shares of the targets, hi and lo."""
+def fenchel_young(x: Rows, target: Rows, k: Values, tau: Values, found: Found, F: cdfs.CDF) -> None:
+    """Fill the losses with the shares of the targets, hi and lo."""
+    rows, n = x.pointer.shape
     start, _, programs, power = _variants(rows, n, F, x.pointer.dtype == torch.float64)
-    found = Found(results[:2], *results[2:])
     start(programs, x, target, k, tau, found, rows, n, EVALUATIONS, None, power)
 
 
 def fenchel_young_backward(
-    x: Rows, target: Rows, grad: Values, solved: tuple[Tensor, Tensor, Threshold], tau: Values, dx: Tensor,
-    dtau: Tensor, rows: int, n: int, F: cdfs.CDF,
-) -> None:  # fmt: skip
+    x: Rows, target: Rows, grad: Values, solved: Any, tau: Values, dx: Tensor, dtau: Tensor, F: cdfs.CDF
+) -> None:
     """Fill the gradients; solved are share, loss and the threshold."""
+    rows, n = x.pointer.shape
     _, puller, programs, power = _variants(rows, n, F, x.pointer.dtype == torch.float64)
     puller(programs, x, target, grad, *solved, tau, dx, dtau, rows, n, power)
 

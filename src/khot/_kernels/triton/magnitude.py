@@ -27,7 +27,6 @@ from khot._kernels.triton.arguments import (
     Pulled,
     Puller,
     Rows,
-    Solved,
     Threshold,
     Tile,
     Values,
@@ -278,7 +277,7 @@ def soft_topk_magnitude(
     rows, fine, source = hi.numel(), s.dtype == torch.float64, layout.rows(s, n)
     goal, tau_row = layout.values(k, batch, s.device), layout.values(tau, batch, s.device)
     if not fine and layout.splits(rows, n):
-        _solve_shared(source, goal, tau_row, y, Threshold(hi, lo), rows, n, _norm(p, signed))
+        _solve_shared(source, goal, tau_row, y, Threshold(hi, lo), _norm(p, signed))
         return y, hi, lo
     start, _, programs = _variants(rows, n, p, signed, fine)
     found, power = Found(y, hi, lo), layout.power(cdfs.Power(p))
@@ -304,12 +303,11 @@ def soft_topk_magnitude_backward(
     batch, n = s.shape[:-1], s.shape[-1]
     ds, dtau = s.new_empty(s.shape), hi.new_empty(batch)
     rows, fine, pairs = dtau.numel(), s.dtype == torch.float64, Pairs(layout.rows(s, n), layout.matrix(y, s))
-    t, tau_row = Threshold(hi.contiguous(), lo.contiguous()), layout.values(tau, batch, s.device)
-    solved = Solved(t, tau_row, layout.values(k, batch, s.device))
-    given = layout.matrix(grad, s), layout.values(grad_lo, batch, s.device), pairs, solved
+    solved, lo_row = layout.solved(hi, lo, tau, k), layout.values(grad_lo, batch, s.device)
+    given = layout.matrix(grad, s), lo_row, pairs, solved
     if not fine and layout.splits(rows, n):
         to = Pulled(ds, torch.empty_like(dtau), dtau, None)
-        share(PULL_SIZED, _norm(p, signed), *given, to, rows, n, None, asked=True)
+        share(PULL_SIZED, _norm(p, signed), *given, to, None, wants_lo=True)
         return ds, dtau
     _, start, programs = _variants(rows, n, p, signed, fine)
     start(programs, *given, Pulled(ds, None, dtau, None), rows, n, None)
@@ -322,21 +320,19 @@ def _variants(rows: int, n: int, p: float, signed: bool, fine: bool) -> tuple[Va
     tile, law = layout.Tile(1, 1, 128, 4) if fine else layout.tile(rows, n), _norm(p, signed)
     start, programs = solver(SIZED, law, tile, rows, n)
     again = layout.constant(tile, n)._replace(pieces=min(tile.pieces, 4), full=False, streams=False)
-    return start, puller(PULL_SIZED, law, again, tile.warps, asked=True), programs
+    return start, puller(PULL_SIZED, law, again, tile.warps, wants_lo=True), programs
 
 
 def _norm(p: float, signed: bool) -> Norm:
     return Norm(float(p), signed, layout.whole_of_sizes(p))
 
 
-def _solve_shared(
-    source: Rows, k: Values, tau: Values, out: Tensor, t: Threshold, rows: int, n: int, norm: Norm
-) -> None:
+def _solve_shared(source: Rows, k: Values, tau: Values, out: Tensor, t: Threshold, norm: Norm) -> None:
     """Fill out and t of rows that many programs share."""
-    F = cdfs.Power(norm.p)
+    (rows, n), F = source.pointer.shape, cdfs.Power(norm.p)
     law, power = layout.law(F)._replace(whole=norm.whole), layout.power(F)
     scratch, cut = split.solve(
-        source, k, tau, t, rows, n, law, power, fine=False, POOLED=norm.p, SIGNED=norm.signed
+        source, k, tau, t, law, power, fine=False, POOLED=norm.p, SIGNED=norm.signed
     )  # fmt: skip
     launch(
         _write_sizes, rows * cut.parts,

@@ -12,9 +12,7 @@ import functools
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from khot import cdfs
 from khot._kernels.triton import costs, layout
 from khot._kernels.triton.arguments import Digits, Found, Matrix, Problem, Rows, Values
 from khot._kernels.triton.costs import (
@@ -259,33 +257,20 @@ PAID = Problem(_find, _write, solve_row)
 
 
 def soft_budget(
-    source: Rows,
-    cost: Matrix,
-    budget: tuple[Tensor | None, int, float, float, float],
-    tau: Values,
-    out: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-    *,
-    by: str,
-    at_most: bool,
-    slack: float,
+    source: Rows, cost: Matrix, budget: Values, tau: Values, found: Found, asked: layout.Asked, digits: Digits
 ) -> None:
-    """Fill out, hi and lo. The budget is as for :func:`.exact.solve`."""
-    start, programs, sums, power = _variant(rows, n, F, by, at_most)
-    digits, found = Digits(budget[4], slack, *sums), Found(out, hi, lo)
-    start(programs, source, cost, Values(*budget[:4]), tau, found, rows, n, EVALUATIONS, digits, power)
+    """Fill what is found. The digits have what is left of the budget, and the slack."""
+    rows, n = source.pointer.shape
+    start, programs, (grain, floor), power = _variant(rows, n, asked)
+    digits = digits._replace(grain=grain, floor=floor)
+    start(programs, source, cost, budget, tau, found, rows, n, EVALUATIONS, digits, power)
 
 
 @functools.lru_cache(maxsize=1024)
 def _variant(
-    rows: int, n: int, F: cdfs.CDF, by: str, at_most: bool
+    rows: int, n: int, asked: layout.Asked
 ) -> tuple[Variant, int, tuple[float, float], tuple[float, float]]:
     """What is launched, in how many programs; the grain and the floor of Σ w f; and the exponent of z."""
-    tile = layout.pair_tile(rows, n)
-    law = layout.law(F, by)._replace(at_most=at_most)
+    tile, law = layout.pair_tile(rows, n), layout.law(*asked)
     together = FLUSH.value * tile.pieces * tile.width if tile.streams else n  # whose sum is to be exact
-    return *solver(PAID, law, tile, rows, n), costs.digits(n, together), layout.power(F)
+    return *solver(PAID, law, tile, rows, n), costs.digits(n, together), layout.power(asked.F)

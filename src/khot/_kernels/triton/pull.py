@@ -22,20 +22,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from khot import cdfs
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import (
-    Law,
     Matrix,
     Pairs,
     Pulled,
     Puller,
-    Rows,
     Scratch,
     Solved,
-    Threshold,
     Tile,
     Values,
 )
@@ -166,14 +161,14 @@ def _gradient_parts(
 KERNELS = (pull_rows, _pull_parts, _gradient_parts)
 
 
-def puller(problem: Puller, law: Any, tile: Tile, warps: int, asked: bool) -> Variant:
+def puller(problem: Puller, law: Any, tile: Tile, warps: int, wants_lo: bool) -> Variant:
     """What is launched for a problem."""
     return variant(
-        pull_rows, P=problem, L=law, T=tile, ASKED=asked, num_warps=warps, **layout.registers()
+        pull_rows, P=problem, L=law, T=tile, ASKED=wants_lo, num_warps=warps, **layout.registers()
     )  # fmt: skip
 
 
-def asked(grad_lo: Values) -> bool:
+def wants_lo(grad_lo: Values) -> bool:
     """Whether somebody asked for the derivative of lo: a 0 that is given by value says that nobody did."""
     return grad_lo.pointer is not None or grad_lo.high != 0
 
@@ -186,13 +181,12 @@ def share(
     pairs: Pairs,
     solved: Solved,
     to: Pulled,
-    rows: int,
-    n: int,
     power: tuple[float, float] | None,
-    asked: bool,
+    wants_lo: bool,
     pieces: int | None = None,
 ) -> None:
     """Fill the results of rows that many programs share, so many pieces at a time."""
+    rows, n = pairs.x.pointer.shape
     cut = layout.cut(rows, n)
     done = torch.empty(rows, dtype=torch.int32, device=to.dx.device)
     left = to.dtau.new_empty(rows, problem.left, cut.parts)
@@ -202,7 +196,7 @@ def share(
     size, programs = (n, cut.length, cut.parts), rows * cut.parts
     launch(
         _pull_parts, programs, grad, grad_lo, pairs, solved, to, scratch, *size, power,
-        ASKED=asked, PARTS=next_power_of_2(cut.parts), **which,
+        ASKED=wants_lo, PARTS=next_power_of_2(cut.parts), **which,
     )  # fmt: skip
     launch(_gradient_parts, programs, grad, pairs, solved, to, done, *size, power, **which)
 
@@ -368,41 +362,23 @@ PULL_PAID = Puller(_prepare, _sums, _settle, _write, _pull_exactly, left=4)
 
 
 def backward(
-    grad: Matrix,
-    grad_lo: Values,
-    source: Rows,
-    cost: Matrix | None,
-    t: Threshold,
-    tau: Values,
-    results: tuple[Tensor, Tensor | None, Tensor, Tensor],
-    n: int,
-    F: cdfs.CDF,
-    *,
-    by: str = "count",
-    at_most: bool = False,
-    output: str = "y",
+    grad: Matrix, grad_lo: Values, pairs: Pairs, solved: Solved, to: Pulled, asked: layout.Asked
 ) -> None:
-    """Fill the results: the gradients in the scores, the costs, the goal, and τ."""
-    dx, dcost, dgoal, dtau = results
-    rows = dtau.numel()
-    given = grad, grad_lo, Pairs(source, cost), Solved(t, tau, None), Pulled(dx, dgoal, dtau, dcost), rows, n
+    """Fill the results of soft top-ks and soft budgets."""
+    (rows, n), wanted = pairs.x.pointer.shape, wants_lo(grad_lo)
+    given = grad, grad_lo, pairs, solved, to
     if layout.splits(rows, n):
-        law = _law(F, by, at_most, output)
-        pieces = None if by == "count" else 2
-        return share(PULL_PAID, law, *given, layout.power(F), asked(grad_lo), pieces)
-    start, programs, power = _variant(rows, n, F, by, at_most, output, asked(grad_lo))
-    start(programs, *given, power)
+        pieces = None if asked.by == "count" else 2
+        return share(PULL_PAID, layout.law(*asked), *given, layout.power(asked.F), wanted, pieces)
+    start, programs, power = _variant(rows, n, asked, wanted)
+    start(programs, *given, rows, n, power)
 
 
 @functools.lru_cache(maxsize=1024)
 def _variant(
-    rows: int, n: int, F: cdfs.CDF, by: str, at_most: bool, output: str, asked: bool
+    rows: int, n: int, asked: layout.Asked, wants_lo: bool
 ) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs, and the exponent of z."""
-    tile, law = (layout.tile if by == "count" else layout.pair_tile)(rows, n), _law(F, by, at_most, output)
-    start = puller(PULL_PAID, law, layout.constant(tile, n), tile.warps, asked)
-    return start, cdiv(rows, tile.together), layout.power(F)
-
-
-def _law(F: cdfs.CDF, by: str, at_most: bool, output: str) -> Law:
-    return layout.law(F, by, output)._replace(at_most=at_most)
+    tile = (layout.tile if asked.by == "count" else layout.pair_tile)(rows, n)
+    start = puller(PULL_PAID, layout.law(*asked), layout.constant(tile, n), tile.warps, wants_lo)
+    return start, cdiv(rows, tile.together), layout.power(asked.F)

@@ -23,11 +23,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from khot import cdfs
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Law, Rows, Scratch, Threshold, Tile, Values
+from khot._kernels.triton.arguments import Found, Law, Rows, Scratch, Threshold, Tile, Values
 from khot._kernels.triton.counted import row_values, write_backwards
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly
@@ -531,8 +529,6 @@ def solve(
     k: Values,
     tau: Values,
     t: Threshold,
-    rows: int,
-    n: int,
     law: Law,
     power: tuple[float, float],
     fine: bool,
@@ -540,6 +536,7 @@ def solve(
 ) -> tuple[Scratch, layout.Cut]:
     """Fill t; if fine, with what it is more than the row's BASE. More constants make it γ of a top-k in
     magnitude. Returned is what the launches leave for those that follow, and how rows are cut."""
+    rows, n = source.pointer.shape
     cut, window = layout.cut(rows, n), layout.window(rows)
     state, left = t.hi.new_empty(rows, STATE.value), t.hi.new_empty(rows, LEFT.value, cut.parts)
     counter = t.hi.new_empty(rows, dtype=torch.int32)
@@ -559,23 +556,13 @@ def solve(
     return scratch, cut
 
 
-def soft_topk(
-    source: Rows,
-    k: Values,
-    tau: Values,
-    out: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-    output: str,
-) -> None:
-    """Fill out, hi and lo."""
-    law, power, t = layout.law(F, output=output), layout.power(F), Threshold(hi, lo)
-    scratch, cut = solve(source, k, tau, t, rows, n, law, power, fine=False)
+def soft_topk(source: Rows, k: Values, tau: Values, found: Found, asked: layout.Asked) -> None:
+    """Fill what is found."""
+    rows, n = source.pointer.shape
+    law, power, t = layout.law(*asked), layout.power(asked.F), Threshold(found.hi, found.lo)
+    scratch, cut = solve(source, k, tau, t, law, power, fine=False)
     launch(
         _write_parts, rows * cut.parts,
-        source, k, tau, out, t, scratch.state, n, cut.length, cut.parts, power,
+        source, k, tau, found.out, t, scratch.state, n, cut.length, cut.parts, power,
         L=law, T=layout.part_tile(cut), num_warps=cut.warps, **layout.registers(),
     )  # fmt: skip

@@ -17,11 +17,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from khot import cdfs
 from khot._kernels.triton import costs, layout
-from khot._kernels.triton.arguments import Matrix, Pairs, Rows, Scratch, Threshold, Values
+from khot._kernels.triton.arguments import Digits, Found, Matrix, Pairs, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.costs import (
     moment_count,
     paid_count,
@@ -96,7 +94,7 @@ def _in_unit(moment, per, NUMBER: tl.constexpr):
 @triton.jit(do_not_specialize=["parts", "length"])
 def _weigh_budget_parts(
     pairs, budget, tau, scratch, n_columns, length, parts, grain, power_high, L: tl.constexpr,
-    AT_MOST: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr,
+    T: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
     at, mine, _start = part_of(pairs, row, part, n_columns, length, T.width)
@@ -127,7 +125,7 @@ def _weigh_budget_parts(
         if L.by != BY_VALUE:  # where a guess that is no number gives way to the middle of the bracket
             fits = fits & (tl.abs(hi) < 1e30)
         ok = good & finite
-        if not AT_MOST:  # then it does not matter if t = 0 spends less
+        if not L.at_most:  # then it does not matter if t = 0 spends less
             ok = ok & fits
         nothing = tl.zeros((), tl.float32)
         state = scratch.state + row * STATE
@@ -143,7 +141,7 @@ def _weigh_budget_parts(
 @triton.jit(do_not_specialize=["parts", "length", "number"])
 def _spend_parts(
     pairs, budget, tau, t, scratch, n_columns, length, parts, number, digits, power_high, L: tl.constexpr,
-    AT_MOST: tl.constexpr, FIRST: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr,
+    FIRST: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """An evaluation, of which this is the given number."""
     grain, floor = digits
@@ -170,7 +168,7 @@ def _spend_parts(
             least, greatest = bracket((), at, mine, per, quantile, T)
             tl.store(left + COUNT * parts + part, least.to(tl.float64))
             tl.store(left + (COUNT + 1) * parts + part, greatest.to(tl.float64))
-        if FIRST and AT_MOST:
+        if FIRST and L.at_most:
             nothing = tl.zeros((), tl.float32)  # the guess may be NaN, where there is more than enough
             free = over(
                 (), at, mine, paid_terms, (nothing, nothing, scale, power, L, grain), COUNT, T, per, BY=L.by
@@ -204,7 +202,7 @@ def _spend_parts(
                     tl.store(state + TRAIL + i, tl.where(inside, new_trail[i], trail[i]).to(tl.float64))
             else:
                 put(state + TRAIL, new_trail)
-            if AT_MOST:
+            if L.at_most:
                 ok = ok & (~done | (new_hi > 0))
                 if FIRST:
                     less, clear = spends_at_zero(
@@ -241,7 +239,7 @@ def _store_threshold(state, hi_at, lo_at, hi, lo, per, BY: tl.constexpr):
 @triton.jit(do_not_specialize=["evaluations"])
 def _rescue_budgets(
     pairs, budget, budget_rest, tau, t, state_pointer, n_columns, evaluations, slack, digits, exponent,
-    L: tl.constexpr, AT_MOST: tl.constexpr, T: tl.constexpr,
+    L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     state = state_pointer + row * STATE
@@ -267,7 +265,7 @@ def _rescue_budgets(
             evaluations, L, T, base=per, grain=digits[0], floor=digits[1],
         )  # fmt: skip
         ok = ok & (status == OPEN)
-        if AT_MOST:
+        if L.at_most:
             ok = ok & (hi > 0)
         tl.store(state + STATUS, tl.where(ok, DONE, CAREFUL).to(tl.float64))
         if ok:
@@ -276,7 +274,7 @@ def _rescue_budgets(
             own_budget = number64(*budget, row) + budget_rest
             hi64, lo64 = find_exactly(
                 (x_at, cost_at, pairs.other.column, n_columns), own_budget, number64(*tau, row), slack,
-                joined(*exponent), L.cdf, L.by, AT_MOST, T.chunk,
+                joined(*exponent), L.cdf, L.by, L.at_most, T.chunk,
             )  # fmt: skip
             tl.store(t.hi + row, hi64)
             tl.store(t.lo + row, lo64)
@@ -315,48 +313,33 @@ KERNELS = (_weigh_budget_parts, _spend_parts, _rescue_budgets, _write_budget_par
 
 
 def soft_budget(
-    source: Rows,
-    cost: Matrix,
-    budget: tuple[Tensor | None, int, float, float, float],
-    tau: Values,
-    out: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-    *,
-    by: str,
-    at_most: bool,
-    slack: float,
+    source: Rows, cost: Matrix, budget: Values, tau: Values, found: Found, asked: layout.Asked, digits: Digits
 ) -> None:
-    """Fill out, hi and lo. The budget is as for :func:`.exact.solve`."""
+    """Fill what is found, as :func:`.paid.soft_budget` does."""
+    (rows, n), (out, hi, lo) = source.pointer.shape, found
     cut, tile = layout.cut(rows, n), layout.STREAMED_PAIRS
     programs, size = rows * cut.parts, (n, cut.length, cut.parts)
     state, left = hi.new_empty(rows, STATE.value), hi.new_empty(rows, LEFT.value, cut.parts)
     scratch = Scratch(state, torch.zeros(rows, dtype=torch.int32, device=hi.device), left)
-    digits = costs.digits(n, min(cut.length, FLUSH.value * PIECES * cut.width))
-    power, t = layout.power(F), Threshold(hi, lo)
-    amount, rest = Values(*budget[:4]), budget[4]
-    pairs = Pairs(source, cost)
-    which = {"L": layout.law(F, by), "T": layout.part_tile(cut, PIECES), "num_warps": cut.warps}
+    sums = costs.digits(n, min(cut.length, FLUSH.value * PIECES * cut.width))
+    power, t, pairs = layout.power(asked.F), Threshold(hi, lo), Pairs(source, cost)
+    which = {"L": layout.law(*asked), "T": layout.part_tile(cut, PIECES), "num_warps": cut.warps}
     which |= layout.registers()
-    sums = {"AT_MOST": at_most, "PARTS": next_power_of_2(cut.parts)}
+    padded = next_power_of_2(cut.parts)
     launch(
         _weigh_budget_parts, programs,
-        pairs, amount, tau, scratch, *size, digits[0], power[0], **which, **sums,
+        pairs, budget, tau, scratch, *size, sums[0], power[0], **which, PARTS=padded,
     )  # fmt: skip
     for number in range(STEPS):
         launch(
             _spend_parts, programs,
-            pairs, amount, tau, t, scratch, *size, number, digits, power[0],
-            **which, **sums, FIRST=number == 0,
+            pairs, budget, tau, t, scratch, *size, number, sums, power[0],
+            **which, PARTS=padded, FIRST=number == 0,
         )  # fmt: skip
     whole = costs.digits(n, FLUSH.value * tile.pieces * tile.width)
     launch(
         _rescue_budgets, rows,
-        pairs, amount, rest, tau, t, state, n, EVALUATIONS, slack, whole, power,
-        AT_MOST=at_most,
+        pairs, budget, digits.rest, tau, t, state, n, EVALUATIONS, digits.slack, whole, power,
         **which | {"T": layout.constant(tile, n)._replace(full=False), "num_warps": tile.warps},
     )  # fmt: skip
-    launch(_write_budget_parts, programs, pairs, amount, tau, out, t, state, *size, power, **which)
+    launch(_write_budget_parts, programs, pairs, budget, tau, out, t, state, *size, power, **which)

@@ -11,6 +11,8 @@ A part whose loss is no number in float32, as where scores are infinite, compute
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._kernels.triton import layout, split
-from khot._kernels.triton.arguments import Rows, Scratch, Threshold, Values
+from khot._kernels.triton.arguments import Found, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import in_two, inverse_of, joined
 from khot._kernels.triton.functions import place
@@ -136,20 +138,11 @@ def _join_pulls(left_pointer, dtau_pointer, parts, PARTS: tl.constexpr):
 KERNELS = (_target_parts, _loss_parts, _pull_loss_parts, _join_pulls)
 
 
-def fenchel_young(
-    x: Rows,
-    target: Rows,
-    k: Values,
-    tau: Values,
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
-) -> None:
-    """Fill the losses, the shares of the targets, hi and lo."""
-    loss, share, t = *results[:2], Threshold(*results[2:])
+def fenchel_young(x: Rows, target: Rows, k: Values, tau: Values, found: Found, F: cdfs.CDF) -> None:
+    """Fill the losses with the shares of the targets, hi and lo."""
+    (rows, n), (loss, share), t = x.pointer.shape, found.out, Threshold(found.hi, found.lo)
     law, power = layout.law(F), layout.power(F)
-    scratch, cut = split.solve(x, k, tau, t, rows, n, law, power, fine=False)
+    scratch, cut = split.solve(x, k, tau, t, law, power, fine=False)
     scratch = Scratch(scratch.state, scratch.counter, loss.new_empty(rows, LEFT.value, cut.parts))
     held = {"T": layout.part_tile(cut), "num_warps": cut.warps, **layout.registers()}
     programs, size = rows * cut.parts, (n, cut.length, cut.parts)
@@ -162,18 +155,10 @@ def fenchel_young(
 
 
 def fenchel_young_backward(
-    x: Rows,
-    target: Rows,
-    grad: Values,
-    solved: tuple[Tensor, Tensor, Threshold],
-    tau: Values,
-    dx: Tensor,
-    dtau: Tensor,
-    rows: int,
-    n: int,
-    F: cdfs.CDF,
+    x: Rows, target: Rows, grad: Values, solved: Any, tau: Values, dx: Tensor, dtau: Tensor, F: cdfs.CDF
 ) -> None:
     """Fill the gradients; solved are share, loss and the threshold."""
+    rows, n = x.pointer.shape
     cut = layout.cut(rows, n)
     left = torch.empty((rows, cut.parts), dtype=torch.float64, device=dx.device)
     launch(

@@ -39,7 +39,7 @@ from khot._kernels.reference import laplace as reference_laplace
 from khot._kernels.reference import soft_budget as reference_budget
 from khot._kernels.reference import soft_topk as reference_topk
 from khot._kernels.triton import layout
-from khot._kernels.triton.arguments import Threshold
+from khot._kernels.triton.arguments import Digits, Found, Pairs, Pulled, Threshold
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def soft_topk(
     batch, n = x.shape[:-1], x.shape[-1]
     if n == 0:
         return reference_topk.soft_topk(x, k, tau, cdf, shape, output)
-    F = cdfs.resolve(cdf, shape)
+    asked = layout.asked(cdf, shape, output=output)
     if output in ("threshold", "rounded"):
         out = x.new_empty((*batch, 0) if output == "threshold" else batch)
     else:
@@ -68,19 +68,19 @@ def soft_topk(
     rows = hi.numel()
     if rows == 0:
         return out, hi, lo
-    source = layout.rows(x, n)
+    source, found = layout.rows(x, n), Found(out, hi, lo)
     goal, tau_row = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
     if x.dtype == torch.float64:
         file = "exact" if n <= layout.RESIDENT else "exact_split"
     elif layout.splits(rows, n):
-        file = "exact_split" if layout.steep(F, output) else "split"
+        file = "exact_split" if layout.steep(asked.F, output) else "split"
     else:
         file = "counted"
     if file == "exact":
-        left = layout.rest(k, goal)
-        kernels(file).solve(source, None, (*goal, left), tau_row, out, hi, lo, n, F, output=output)
+        digits = Digits(layout.rest(k, goal), 0.0, 0.0, 0.0)
+        kernels(file).solve(source, None, goal, tau_row, found, asked, digits)
     else:
-        kernels(file).soft_topk(source, goal, tau_row, out, hi, lo, rows, n, F, output)
+        kernels(file).soft_topk(source, goal, tau_row, found, asked)
     if output == "rounded" and file != "counted":  # the others leave it open
         torch.add(hi, lo, out=out)
     return out, hi, lo
@@ -102,23 +102,19 @@ def soft_topk_backward(
     batch, n = x.shape[:-1], x.shape[-1]
     if n == 0:
         return reference_topk.soft_topk_backward(grad, grad_lo, x, hi, lo, tau, cdf, shape, output)
-    F = cdfs.resolve(cdf, shape)
     dx, dk, dtau = layout.like(x), layout.like(hi), layout.like(hi)
-    rows = dk.numel()
-    if rows == 0:
+    if dk.numel() == 0:
         return dx, dk, dtau
-    t = Threshold(hi.contiguous(), lo.contiguous())
-    # a threshold alone has no incoming gradient of this kind, and what takes its place is not used
-    cotangent, source = layout.matrix(x if output == "threshold" else grad, x), layout.rows(x, n)
-    tau_row, lo_row = layout.values(tau, batch, x.device), layout.values(grad_lo, batch, x.device)
-    results = (dx, None, dk, dtau)
-    if x.dtype == torch.float64 and n > layout.RESIDENT:
-        kernels("exact_split").soft_topk_backward(
-            cotangent, lo_row, source, t, tau_row, (dx, dk, dtau), rows, n, F, output
-        )  # fmt: skip
-    else:
-        file = "exact_backward" if x.dtype == torch.float64 else "pull"
-        kernels(file).backward(cotangent, lo_row, source, None, t, tau_row, results, n, F, output=output)
+    file = "pull"
+    if x.dtype == torch.float64:
+        file = "exact_backward" if n <= layout.RESIDENT else "exact_split"
+    if output == "threshold":  # which alone has no incoming gradient of this kind: it is not read
+        grad = x
+    kernels(file).backward(
+        layout.matrix(grad, x), layout.values(grad_lo, batch, x.device), Pairs(layout.rows(x, n), None),
+        layout.solved(hi, lo, tau), Pulled(dx, dk, dtau, None),
+        layout.asked(cdf, shape, output=output),
+    )  # fmt: skip
     return dx, dk, dtau
 
 
@@ -132,19 +128,19 @@ def soft_budget(
     batch, n = x.shape[:-1], x.shape[-1]
     if x.numel() == 0:
         return reference_budget.soft_budget(x, cost, budget, tau, cdf, shape, by, at_most)
-    y, F = x.new_empty(x.shape), cdfs.resolve(cdf, shape)
+    y = x.new_empty(x.shape)
     hi = torch.empty(batch, dtype=torch.float64, device=x.device)
     lo = torch.empty_like(hi)
-    amount = layout.values(budget, batch, x.device)
-    source, prices = layout.rows(x, n), layout.matrix(cost, x)
-    goal, tau_row = (*amount, layout.rest(budget, amount)), layout.values(tau, batch, x.device)
-    slack = _slack(n, cost.dtype)
-    rows, how = hi.numel(), {"by": by, "at_most": at_most, "slack": slack}
     if torch.float64 in (x.dtype, cost.dtype):
-        kernels("exact").solve(source, prices, goal, tau_row, y, hi, lo, n, F, **how)
+        solve = kernels("exact").solve
     else:
-        file = "split_budget" if layout.splits(rows, n) else "paid"
-        kernels(file).soft_budget(source, prices, goal, tau_row, y, hi, lo, rows, n, F, **how)
+        solve = kernels("split_budget" if layout.splits(hi.numel(), n) else "paid").soft_budget
+    goal = layout.values(budget, batch, x.device)
+    solve(
+        layout.rows(x, n), layout.matrix(cost, x), goal, layout.values(tau, batch, x.device),
+        Found(y, hi, lo), layout.asked(cdf, shape, by, at_most=at_most),
+        Digits(layout.rest(budget, goal), _slack(n, cost.dtype), 0.0, 0.0),
+    )  # fmt: skip
     return y, hi, lo
 
 
@@ -165,14 +161,12 @@ def soft_budget_backward(
         )  # fmt: skip
     dx, dcost = x.new_empty(x.shape), cost.new_empty(x.shape)
     dbudget, dtau = hi.new_empty(batch), hi.new_empty(batch)
-    t = Threshold(hi.contiguous(), lo.contiguous())
-    given = (
-        layout.matrix(grad, x), layout.values(grad_lo, batch, x.device), layout.rows(x, n),
-        layout.matrix(cost, x), t, layout.values(tau, batch, x.device), (dx, dcost, dbudget, dtau),
-    )  # fmt: skip
-    F = cdfs.resolve(cdf, shape)
     file = "exact_backward" if torch.float64 in (x.dtype, cost.dtype) else "pull"
-    kernels(file).backward(*given, n, F, by=by, at_most=at_most)
+    kernels(file).backward(
+        layout.matrix(grad, x), layout.values(grad_lo, batch, x.device),
+        Pairs(layout.rows(x, n), layout.matrix(cost, x)), layout.solved(hi, lo, tau),
+        Pulled(dx, dbudget, dtau, dcost), layout.asked(cdf, shape, by, at_most=at_most),
+    )  # fmt: skip
     return dx, dcost, dbudget, dtau
 
 
@@ -185,13 +179,14 @@ def fenchel_young(
     """`fenchel_young.fenchel_young`, in Triton."""
     if x.numel() == 0:
         return reference_losses.fenchel_young(x, target, k, tau, cdf, shape)
-    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
+    batch, n = x.shape[:-1], x.shape[-1]
     loss = torch.empty(batch, dtype=torch.float64, device=x.device)
-    results = loss, torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
-    source, targets, file = layout.rows(x, n), layout.rows(target, n), _of_losses(x, loss.numel())
-    given, temperature = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
-    kernels(file).fenchel_young(source, targets, given, temperature, results, loss.numel(), n, F)
-    return results
+    share, hi, lo = torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
+    kernels(_of_losses(x, loss.numel())).fenchel_young(
+        layout.rows(x, n), layout.rows(target, n), layout.values(k, batch, x.device),
+        layout.values(tau, batch, x.device), Found((loss, share), hi, lo), cdfs.resolve(cdf, shape),
+    )  # fmt: skip
+    return loss, share, hi, lo
 
 
 def _of_losses(x: Tensor, rows: int) -> str:
@@ -206,20 +201,15 @@ def fenchel_young_backward(
     """`fenchel_young.fenchel_young_backward`, in Triton."""
     if x.numel() == 0:
         return reference_losses.fenchel_young_backward(grad, x, target, share, loss, hi, lo, tau, cdf, shape)
-    batch, n, F = x.shape[:-1], x.shape[-1], cdfs.resolve(cdf, shape)
+    batch, n = x.shape[:-1], x.shape[-1]
     dx, dtau = x.new_empty(x.shape), hi.new_empty(batch)
     if not any(grad.stride()):  # one number for all rows, as a mean's
         grad = grad.as_strided((), ())
-    source, targets, incoming = (
-        layout.rows(x, n),
-        layout.rows(target, n),
-        layout.values(grad, batch, x.device),
-    )
-    solved = share.contiguous(), loss.contiguous(), Threshold(hi.contiguous(), lo.contiguous())
-    temperature = layout.values(tau, batch, x.device)
     kernels(_of_losses(x, dtau.numel())).fenchel_young_backward(
-        source, targets, incoming, solved, temperature, dx, dtau, dtau.numel(), n, F
-    )
+        layout.rows(x, n), layout.rows(target, n), layout.values(grad, batch, x.device),
+        (share.contiguous(), loss.contiguous(), Threshold(hi.contiguous(), lo.contiguous())),
+        layout.values(tau, batch, x.device), dx, dtau, cdfs.resolve(cdf, shape),
+    )  # fmt: skip
     return dx, dtau
 
 
