@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,20 +13,8 @@ from khot._kernels.reference import assign_pass as kernels
 __all__ = ["assign_pass"]
 
 
-def _fake(
-    x: Tensor,
-    k: Tensor,
-    r: Tensor,
-    c: Tensor,
-    tau: float,
-    cdf: str,
-    shape: float,
-    steps: int,
-    tolerance: float,
-    slopes: bool,
-    values: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    m, width = x.shape
+def _fake(x: Tensor, k: Tensor, r: Tensor, c: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    (m, width), (slopes, values) = x.shape, rest[-2:]
     sums = c.new_empty(3 + width if slopes else 3, width, dtype=torch.float64)
     row = x.new_empty(m)
     return row, row.clone(), row.clone(), sums, x.new_empty(m if values else 0, width)

@@ -151,33 +151,11 @@ def _fit(
     return z, lost_to_nan(f, c), fit, own, scale
 
 
-def _fake(
-    x: Tensor,
-    least_k: Tensor,
-    most_k: Tensor,
-    least: Tensor,
-    most: Tensor,
-    total: Tensor,
-    tau: Tensor,
-    bias: Tensor,
-    cdf: str,
-    shape: float,
-    has_total: bool,
-    equal: bool,
-    slack: float,
-    group: str,
-) -> tuple[Tensor, ...]:
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
     *batch, m, width = x.shape
-    shapes, wide = ((*batch, m), (*batch, width), (*batch, 1)), wide_dtype(x.device)
-    r, c, t = (x.new_empty(own, dtype=wide) for own in shapes)
-    return (
-        x.new_empty(x.shape),
-        r,
-        c,
-        t,
-        torch.empty_like(r, dtype=torch.int8),
-        torch.empty_like(c, dtype=torch.int8),
-    )
+    r, c, t = (x.new_empty(*batch, n, dtype=wide_dtype(x.device)) for n in (m, width, 1))
+    sides = (torch.empty_like(each, dtype=torch.int8) for each in (r, c))
+    return x.new_empty(x.shape), r, c, t, *sides
 
 
 _bounded_assign = define("bounded_assign", kernels.bounded_assign, _fake, _Rule)

@@ -117,23 +117,10 @@ class _Rule(Rule):
         return dy, None, None, None
 
 
-def _backward_fake(
-    grad: Tensor,
-    z: Tensor,
-    w: Tensor,
-    tau: Tensor,
-    order: Tensor,
-    w_order: Tensor,
-    start: Tensor,
-    regularization: str,
-    want_w: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.promote_types(w.dtype, torch.float32)
-    return (
-        z.new_empty(z.shape),
-        z.new_empty(z.shape if want_w else (0,), dtype=dtype),
-        z.new_empty(z.shape[:-1], dtype=wide_dtype(z.device)),
-    )
+def _backward_fake(grad: Tensor, z: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape, dtype = z.shape if rest[-1] else (0,), torch.promote_types(w.dtype, torch.float32)
+    dtau = z.new_empty(z.shape[:-1], dtype=wide_dtype(z.device))
+    return z.new_empty(z.shape), z.new_empty(shape, dtype=dtype), dtau
 
 
 class _OfBlocks(Rule):

@@ -62,7 +62,7 @@ class _Rule(Rule):
         if served and by_kernel():
             dx, dk, dcapacity, dtau = _soft_assign_backward(*given, *ctx.cdf.key, ctx.at_most)
         else:
-            dx, dk, dcapacity, dtau = _vjp(*given, ctx.cdf, ctx.at_most, rows.of(ctx.group))
+            dx, dk, dcapacity, dtau = _vjp(given, ctx.cdf, ctx.at_most, rows.of(ctx.group))
         return (
             dx,
             dk.sum_to_size(ctx.k_like[0]).to(x.device, ctx.k_like[1]),
@@ -99,19 +99,9 @@ class _Rule(Rule):
             explain(c, x, Sides(k, k, least, capacity, None), tau, SLACK, row)
 
 
-def _vjp(
-    grad: Tensor,
-    grad_r: Tensor | None,
-    grad_c: Tensor | None,
-    x: Tensor,
-    tau: Tensor,
-    r: Tensor,
-    c: Tensor,
-    F: CDF,
-    at_most: bool,
-    row: Row,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients in x, k, capacity and τ."""
+def _vjp(given: tuple[Any, ...], F: CDF, at_most: bool, row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients in x, k, capacity and τ, from what :func:`_backward` is given."""
+    grad, grad_r, grad_c, x, tau, r, c = given
     z, f, fit, scale = _fit(x, tau, r, c, F, at_most, row)
     v = f * in_float64(grad) / scale.unsqueeze(-1)
     by_row, (by_column,) = -v.sum(-1), row.total([v.sum(-2)])
@@ -125,57 +115,27 @@ def _vjp(
 
 
 def _backward(
-    grad: Tensor,
-    grad_r: Tensor | None,
-    grad_c: Tensor | None,
-    x: Tensor,
-    tau: Tensor,
-    r: Tensor,
-    c: Tensor,
-    cdf: str,
-    shape: float,
-    at_most: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, *rest = _vjp(grad, grad_r, grad_c, x, tau, r, c, cdfs.resolve(cdf, shape), at_most, HERE)
+    grad: Tensor, grad_r: Tensor | None, grad_c: Tensor | None, x: Tensor, tau: Tensor, r: Tensor, c: Tensor,
+    cdf: str, shape: float, at_most: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    given = grad, grad_r, grad_c, x, tau, r, c
+    dx, *rest = _vjp(given, cdfs.resolve(cdf, shape), at_most, HERE)
     dk, dcapacity, dtau = (value.to(device=x.device, dtype=wide_dtype(x.device)) for value in rest)
     return dx, dk, dcapacity, dtau
 
 
-def _backward_fake(
-    grad: Tensor,
-    grad_r: Tensor | None,
-    grad_c: Tensor | None,
-    x: Tensor,
-    tau: Tensor,
-    r: Tensor,
-    c: Tensor,
-    cdf: str,
-    shape: float,
-    at_most: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtau = r.new_empty(*x.shape[:-2], 1)
-    return x.new_empty(x.shape), r.new_empty(r.shape), c.new_empty(c.shape), dtau
+def _backward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, x, _, r, c, *_ = given
+    return x.new_empty(x.shape), r.new_empty(r.shape), c.new_empty(c.shape), r.new_empty(*x.shape[:-2], 1)
 
 
-def _fake(
-    x: Tensor,
-    k: Tensor,
-    capacity: Tensor,
-    tau: Tensor,
-    bias: Tensor,
-    cdf: str,
-    shape: float,
-    at_most: bool,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     *batch, m, width = x.shape
     wide = wide_dtype(x.device)
     return x.new_empty(x.shape), x.new_empty(*batch, m, dtype=wide), x.new_empty(*batch, width, dtype=wide)
 
 
 _soft_assign = define("soft_assign", kernels.soft_assign, _fake, _Rule)
-
-
 _soft_assign_backward = define("soft_assign_backward", _backward, _backward_fake)
 
 

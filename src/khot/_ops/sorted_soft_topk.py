@@ -49,12 +49,12 @@ class _Rule(Rule):
         if by_kernel() and grad_shift is None:  # this is so for every first derivative
             dx, depsilon = _sorted_soft_topk_backward(cotangent, x, epsilon, order, hi, shift)
         else:
-            dx, depsilon = _vjp(cotangent, grad_shift, x, epsilon, order, hi, shift)
+            dx, depsilon = _vjp(cotangent, grad_shift, ctx.saved_tensors)
         return dx, None, gradient(ctx, 2, depsilon, epsilon.shape, epsilon.dtype)
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, _: None, depsilon: Tensor | None) -> Any:
-        dy, dshift = _jvp(dx, depsilon, *ctx.saved_tensors)
+        dy, dshift = _jvp(dx, depsilon, ctx.saved_tensors)
         return dy, None, None, dshift
 
     @staticmethod
@@ -74,7 +74,7 @@ def _fake(x: Tensor, k: int, epsilon: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 def _reference_backward(
     grad: Tensor, x: Tensor, epsilon: Tensor, order: Tensor, hi: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _vjp(grad, None, x, epsilon, order, hi, shift)
+    return _vjp(grad, None, (x, epsilon, order, hi, shift))
 
 
 _sorted_soft_topk = define("sorted_soft_topk", kernels.sorted_soft_topk, _fake, _Rule)
@@ -93,31 +93,24 @@ _sorted_soft_topk_backward = define("sorted_soft_topk_backward", _reference_back
 # to 0 together with K, and K⁻¹dc stays bounded.
 
 
-def _points(x: Tensor, epsilon: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """s (*batch, 1); a_r; x_i and w_r relative to hi_k, since only the differences x − hi matter."""
-    k = hi.shape[-1]
-    scale = scale_of(epsilon.to(hi.dtype)).expand(hi.shape[:-1]).unsqueeze(-1)
+def _points(saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """s (*batch, 1); a_r; x_i and w_r relative to hi_k, since only the differences x − hi matter; and Γ."""
+    x, epsilon, order, hi, shift = saved
+    k, rows = hi.shape[-1], on(x.device, epsilon).to(hi.dtype).expand(hi.shape[:-1])
+    scale = scale_of(rows).unsqueeze(-1)
     anchors = torch.arange(k, -1, -1, dtype=hi.dtype, device=hi.device)
     far = hi.abs() == FAR
     origin = hi[..., -1:].masked_fill(far[..., -1:], 0)
     centred = x.to(hi.dtype).masked_fill(x.isinf(), 0) - origin
     w = (hi - origin).masked_fill(far, 0).flip(-1).cumsum(-1).flip(-1)
-    return scale, anchors, centred, torch.nn.functional.pad(w, (0, 1))
+    gamma = plan(x.to(hi.dtype), rows, order, hi, shift)
+    return scale, anchors, centred, torch.nn.functional.pad(w, (0, 1)), gamma
 
 
-def _vjp(
-    grad: Tensor,
-    grad_shift: Tensor | None,
-    x: Tensor,
-    epsilon: Tensor,
-    order: Tensor,
-    hi: Tensor,
-    shift: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _vjp(grad: Tensor, grad_shift: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Reverse mode: the gradients in x and ε (of the batch shape), differentiable."""
-    epsilon = on(x.device, epsilon)
-    scale, anchors, centred, w = _points(x, epsilon, hi)
-    gamma = plan(x.to(hi.dtype), epsilon.to(hi.dtype).expand(hi.shape[:-1]), order, hi, shift)
+    x, epsilon, _, hi, _ = saved
+    scale, anchors, centred, w, gamma = _points(saved)
     placed, v = gamma[..., :-1, :], grad.to(hi.dtype)
     flow = (placed * v) @ gamma.mT
     between = flow[..., :-1]
@@ -130,26 +123,17 @@ def _vjp(
     v = placed * (v - through_b.unsqueeze(-1))
     along = anchors[:-1] @ v - (anchors @ gamma) * v.sum(-2)
     dscale = (centred * along).sum(-1) + dscale
-    return (scale * along).to(x.dtype), -(scale.squeeze(-1) * dscale) / epsilon
+    return (scale * along).to(x.dtype), -(scale.squeeze(-1) * dscale) / on(x.device, epsilon)
 
 
-def _jvp(
-    dx: Tensor | None,
-    depsilon: Tensor | None,
-    x: Tensor,
-    epsilon: Tensor,
-    order: Tensor,
-    hi: Tensor,
-    shift: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _jvp(dx: Tensor | None, depsilon: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Forward mode: the tangents of y and of shift."""
-    epsilon = on(x.device, epsilon)
-    scale, anchors, centred, w = _points(x, epsilon, hi)
-    gamma = plan(x.to(hi.dtype), epsilon.to(hi.dtype).expand(hi.shape[:-1]), order, hi, shift)
+    x, epsilon, _, hi, _ = saved
+    scale, anchors, centred, w, gamma = _points(saved)
     along = torch.zeros_like(centred) if dx is None else scale * dx.to(hi.dtype)
     dw = torch.zeros_like(w)
     if depsilon is not None:
-        dscale = -scale * (depsilon / epsilon).to(hi.dtype).expand(hi.shape[:-1]).unsqueeze(-1)
+        dscale = -scale * (depsilon / on(x.device, epsilon)).to(hi.dtype).expand(hi.shape[:-1]).unsqueeze(-1)
         along, dw = along + dscale * centred, dscale * w
     gram = gamma @ gamma.mT
     flow = (gamma * along.unsqueeze(-2)) @ gamma.mT * (anchors.unsqueeze(-1) - anchors)
