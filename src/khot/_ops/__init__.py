@@ -1,72 +1,11 @@
 """The registered operators. Each has a file with its schema, kernel, shapes, and rule (vjp and jvp)."""
 
-from khot import _kernels
-from khot._ops import (
-    assign_pass,
-    bounded_assign,
-    budget_mask,
-    count_distances,
-    decay_scan,
-    draws,
-    fenchel_young,
-    interpolation,
-    laplace,
-    magnitude,
-    masked,
-    order_statistics,
-    permutahedron,
-    permutation_matrix,
-    permutation_shares,
-    poisson_binomial,
-    product,
-    quantiles,
-    ranking_losses,
-    selectable,
-    selected,
-    shared,
-    soft_assign,
-    soft_budget,
-    soft_count,
-    soft_topk,
-    solve,
-    sorted_soft_topk,
-    topk,
-    topk_mask,
-    uniform,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "assign_pass",
-    "bounded_assign",
-    "budget_mask",
-    "count_distances",
-    "decay_scan",
-    "draws",
-    "fenchel_young",
-    "interpolation",
-    "laplace",
-    "magnitude",
-    "masked",
-    "order_statistics",
-    "permutahedron",
-    "permutation_matrix",
-    "permutation_shares",
-    "poisson_binomial",
-    "product",
-    "quantiles",
-    "ranking_losses",
-    "selectable",
-    "selected",
-    "shared",
-    "soft_assign",
-    "soft_budget",
-    "soft_count",
-    "soft_topk",
-    "solve",
-    "sorted_soft_topk",
-    "topk",
-    "topk_mask",
-    "uniform",
-]
+from khot import _kernels
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
 
 _kernels.register()  # now that the operators are defined
