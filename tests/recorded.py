@@ -125,7 +125,7 @@ class NotCompiled(CompiledKernel):  # type: ignore[misc]
 
 
 #: Members of tuples that are known by what holds them; all others are pointers that have a name of their own.
-OF_HOLDER = ("pointer", "stride", "row", "column", "high", "low", "rest")
+OF_HOLDER = ("pointer", "stride", "row", "column", "high", "low", "third")
 
 
 def names(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
@@ -277,7 +277,7 @@ def _number(values: dict[str, Any], name: str) -> Tensor:
     if values.get(f"{name}_pointer") is not None:
         shape = (values["rows"],) if values[f"{name}_stride"] else ()
         return _memory(values[f"{name}_pointer"], DTYPES[values["kinds"][f"{name}_pointer"]], *shape)
-    parts = (values.get(f"{name}_{part}", 0.0) for part in ("high", "low", "rest"))
+    parts = (values.get(f"{name}_{part}", 0.0) for part in ("high", "low", "third"))
     return torch.tensor(sum(parts), dtype=torch.float64)
 
 
@@ -357,7 +357,7 @@ def _budget(values: dict[str, Any]) -> None:
     y, hi, lo = OPERATORS["soft_budget"].kernel(
         _matrix(values, "x", values["x_stride"]),
         _matrix(values, "other", values["other_row"], values["other_column"]),
-        _number(values, "k") + values["digits_rest"], _number(values, "tau"),
+        _number(values, "k") + values["digits_third"], _number(values, "tau"),
         CDFS[law.cdf], 0.0, FORMS[law.by], law.at_most,
     )  # fmt: skip
     _written(values, out=y, hi=hi, lo=lo)

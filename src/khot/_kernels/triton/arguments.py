@@ -104,7 +104,7 @@ class Weight(NamedTuple):
     pointer: Any
     high: float
     low: float
-    rest: float
+    third: float
 
 
 class Blocks(NamedTuple):
@@ -124,7 +124,7 @@ class Digits(NamedTuple):
     """Of budgets: what the two numbers of float32 leave of one; by how much what all entries cost may differ
     from it (:mod:`.exact`); and, of Σ w f, what entries may be off by, and the least that tells anything."""
 
-    rest: float
+    third: float
     slack: float
     grain: float
     floor: float

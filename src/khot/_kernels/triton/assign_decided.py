@@ -29,9 +29,9 @@ def _facts(x_at, x_stride, k_at, k_row, m, n, ROWS: tl.constexpr, WIDTH: tl.cons
         sum_of_k += k
         pinned += infinite
         may += tl.where(x == -INF, 0.0, 1.0)
-        rest = tl.abs(k - tl.sum(infinite, axis=1))
-        left += tl.where(there, rest, 0.0)
-        most = tl.maximum(most, tl.where(there, rest, 0.0))
+        lacking = tl.abs(k - tl.sum(infinite, axis=1))
+        left += tl.where(there, lacking, 0.0)
+        most = tl.maximum(most, tl.where(there, lacking, 0.0))
     return (
         tl.sum(bad, axis=0), tl.sum(sum_of_k, axis=0), tl.sum(pinned, axis=0), tl.sum(may, axis=0),
         tl.sum(left, axis=0), tl.max(most, axis=0),

@@ -100,9 +100,9 @@ def conjugate(
     orthogonal, weighted by the scale, to what the system does not see. The scale is 0 nowhere that columns
     move, and the direction that is left where the system bends no more is rounding."""
     inverse = tl.where(moves, 1 / tl.where(moves, scale, 1.0), 0.0)
-    x, rest = wanted * 0, wanted
-    p = rest * inverse
-    square = tl.sum(rest * p, axis=0)
+    x, residual = wanted * 0, wanted
+    p = residual * inverse
+    square = tl.sum(residual * p, axis=0)
     goal = tolerance * tolerance * square
     count = 0
     while (square > goal) & (count < most):
@@ -111,9 +111,9 @@ def conjugate(
         bends = bend > SINGULAR * size
         length = tl.where(bends, square / tl.maximum(bend, TINY), 0.0)
         x += length * p
-        rest -= length * moved
-        next_ = tl.sum(rest * rest * inverse, axis=0)
-        p = rest * inverse + p * (next_ / square)
+        residual -= length * moved
+        next_ = tl.sum(residual * residual * inverse, axis=0)
+        p = residual * inverse + p * (next_ / square)
         count = tl.where(bends, count + 1, most)
         square = next_
     return x

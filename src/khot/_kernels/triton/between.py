@@ -46,7 +46,7 @@ def _resident_quantiles(
             below, _key = entry_at(keys, greatest, own_k, n, SORT)
         tl.store(both_pointer + upper, above.to(both_pointer.dtype.element_ty), mask=there)
         tl.store(both_pointer + upper + count, below.to(both_pointer.dtype.element_ty), mask=there)
-        own_weight = number64(weight.pointer, 1, weight.high, weight.low, known * count + j) + weight.rest
+        own_weight = number64(weight.pointer, 1, weight.high, weight.low, known * count + j) + weight.third
         own_weight += tl.zeros_like(row).to(tl.float64)
         store(out_pointer + row * count + j, line(double(below), double(above), own_weight), there)
 
@@ -63,7 +63,7 @@ def _pull_quantiles(
         above = tl.load(upper, mask=there, other=0.0).to(COMPUTE)
         below = tl.load(upper + count, mask=there, other=0.0).to(COMPUTE)
         at = tl.where(there, row, 0) * count + j
-        own_weight = number64(weight.pointer, 1, weight.high, weight.low, at) + weight.rest
+        own_weight = number64(weight.pointer, 1, weight.high, weight.low, at) + weight.third
         infinite = (tl.abs(above) == float("inf")) | (tl.abs(below) == float("inf"))
         grad = double(tl.load(grad_pointer + row * count + j, mask=there, other=0.0))
         grad = tl.where(infinite, 0.0, grad)

@@ -302,7 +302,7 @@ def _residuals(
     x, y = times(x, y, turn_x, turn_y)
     sum_x, sum_y = times(x, y, sum_x, sum_y)
     zero = tl.zeros((WIDTH,), COMPUTE)
-    along, length, error, rest = zero, zero, zero, zero
+    along, length, error, greatest = zero, zero, zero, zero
     for start in range(0, units, WIDTH):
         column = start + tl.arange(0, WIDTH)
         there = column < units
@@ -328,12 +328,12 @@ def _residuals(
         along += p * q * turned * residual
         length += p * q * turned * turned
         error = tl.maximum(error, tl.abs(yes / (yes + no) - wanted))
-        rest = tl.maximum(rest, tl.abs(residual))
+        greatest = tl.maximum(greatest, tl.abs(residual))
         tl.debug_barrier()  # the last residuals may be read by several threads
         tl.store(residual_pointer + column, residual, mask=there)
         tl.store(turned_pointer + column, turned, mask=there)
     tl.debug_barrier()
-    return tl.reduce((along, length, error, rest), 0, _sums_and_most)
+    return tl.reduce((along, length, error, greatest), 0, _sums_and_most)
 
 
 @triton.jit
@@ -369,14 +369,14 @@ def _solve(theta_pointer, goal_pointer, pointer, n, units, k, WIDTH: tl.constexp
     while running:
         offset, variance, ups = _near(theta_pointer, p_pointer, q_pointer, units, k, offset, WIDTH, COMPUTE)
         _coefficients(p_pointer, q_pointer, c_pointer, units, k, variance, ups, WIDTH, COMPUTE)
-        along, length, error, rest = _residuals(
+        along, length, error, greatest = _residuals(
             goal_pointer, p_pointer, q_pointer, c_pointer, residual_pointer, turned_pointer, units, turns,
             steps, WIDTH, COMPUTE,
         )  # fmt: skip
         back = tl.where((steps > 0) & (length > 0), along / tl.where(length > 0, length, 1.0), 0.0)
         _move(theta_pointer, residual_pointer, turned_pointer, move_pointer, units, back, steps, WIDTH)
         steps += 1
-        running = ((error > NEAR) | (rest > CLOSE)) & (steps < ITERATIONS)
+        running = ((error > NEAR) | (greatest > CLOSE)) & (steps < ITERATIONS)
 
 
 @triton.jit

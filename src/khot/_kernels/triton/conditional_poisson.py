@@ -177,7 +177,7 @@ def _calibrated(pi, free, k, n, fair, scratch, column, CHUNK: tl.constexpr, BLOC
         known = free & (yes > 0) & (no > 0)
         residual = tl.where(known, goal - tl.log(tl.where(known, yes, 0.5) / tl.where(known, no, 0.5)), 0.0)
         error = tl.max(tl.where(free, tl.abs(yes - p), 0.0))
-        rest = tl.max(tl.abs(residual))
+        greatest = tl.max(tl.abs(residual))
         turned = residual - before
         along, length = total((spread * turned * residual, spread * turned * turned), 1)
         back = tl.where((steps > 0) & (length > 0), along / tl.maximum(length, TINY), 0.0)
@@ -185,7 +185,7 @@ def _calibrated(pi, free, k, n, fair, scratch, column, CHUNK: tl.constexpr, BLOC
         before = residual
         theta += move
         steps += 1
-        running = ((error > NEAR) | (rest > CLOSE)) & (steps < STEPS)
+        running = ((error > NEAR) | (greatest > CLOSE)) & (steps < STEPS)
     return theta, offset
 
 

@@ -87,9 +87,9 @@ def priced(x, w, hi, shift, scale, CDF: tl.constexpr, WHOLE: tl.constexpr):
     off, shift = fma(-hi, w, x), shift * w
     if CDF == POWER and not WHOLE:  # the exponent multiplies what rounding takes from it
         paid = hi * w
-        off, rest = two_sum(x, -paid)
-        rest -= fma(hi, w, -paid)
-        shift -= tl.where(tl.abs(rest) < float("inf"), rest, 0.0) * scale
+        off, low = two_sum(x, -paid)
+        low -= fma(hi, w, -paid)
+        shift -= tl.where(tl.abs(low) < float("inf"), low, 0.0) * scale
     return off, shift
 
 

@@ -31,23 +31,23 @@ def _find(
     at = at_of(x, row, T)
     held = hold(x, at, row, there, n, T)
     origin = first_of(x, row, there)
-    own_k, k_rest = numbers(*k, row, there)
-    own_tau, tau_rest = numbers(*tau, row, there)
+    own_k, k_low = numbers(*k, row, there)
+    own_tau, tau_low = numbers(*tau, row, there)
     power = tl.zeros((), tl.float32) + exponent[0]
-    hi, lo, ok, inverse, rest = find(
-        held, at, origin, there, n, own_k, k_rest, own_tau, power, evaluations, L, T,
+    hi, lo, ok, inverse, complement = find(
+        held, at, origin, there, n, own_k, k_low, own_tau, power, evaluations, L, T,
         T.together == 1 and not T.streams,
     )  # fmt: skip
 
     fine_hi, fine_lo = hi.to(tl.float64), lo.to(tl.float64)
     if L.polished:
         fine_hi, fine_lo, ok = polish(
-            held, at, n, fine_hi, fine_lo, ok, own_k.to(tl.float64) + k_rest,
-            own_tau.to(tl.float64) + tau_rest, joined(*exponent), L.cdf, T,
+            held, at, n, fine_hi, fine_lo, ok, own_k.to(tl.float64) + k_low,
+            own_tau.to(tl.float64) + tau_low, joined(*exponent), L.cdf, T,
         )  # fmt: skip
-        hi, high_rest = in_two(fine_hi)
-        lo = high_rest + fine_lo.to(tl.float32)
-    return fine_hi, fine_lo, ok, (held, at, hi, lo, inverse, own_k > rest, power, fine_hi + fine_lo)
+        hi, high_low = in_two(fine_hi)
+        lo = high_low + fine_lo.to(tl.float32)
+    return fine_hi, fine_lo, ok, (held, at, hi, lo, inverse, own_k > complement, power, fine_hi + fine_lo)
 
 
 @triton.jit

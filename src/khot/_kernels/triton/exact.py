@@ -95,22 +95,22 @@ def find_exactly(
     where the row has no answer. Slack is the share of all costs by which a budget may be out of reach."""
     bad, free, pinned, mean, square = facts(source, BY, WIDTH)
     slack *= free[0] + pinned[0]
-    left, left_rest = two_sum(goal, -pinned[0])
-    left_rest -= pinned[1]
+    left, left_low = two_sum(goal, -pinned[0])
+    left_low -= pinned[1]
     answered = (bad == 0) & (tau > 0) & (tau < float("inf")) & (left >= -slack)
     if not AT_MOST:
         answered = answered & (left <= free[0] + slack)
     tau = tl.where(answered, tau, 1.0)
-    left, left_rest = tl.where(left > 0, left, 0.0), tl.where(left > 0, left_rest, 0.0)
-    rest = less(free[0], free[1], left, left_rest)
+    left, left_low = tl.where(left > 0, left, 0.0), tl.where(left > 0, left_low, 0.0)
+    complement = less(free[0], free[1], left, left_low)
     # what is left of costs to rounding is not a share that could be spent; a count is exact
-    every = (rest <= 0) & (left > 0) if BY == BY_COUNT else rest <= 16 * ROUNDING * free[0]
+    every = (complement <= 0) & (left > 0) if BY == BY_COUNT else complement <= 16 * ROUNDING * free[0]
     settled = tl.where(every, -HUGE, tl.where(left == 0, HUGE, 0.0))
     hi, lo = tl.where(answered, settled, float("nan")), tl.where(answered, settled, float("nan"))
     live = answered if AT_MOST else answered & (settled == 0)
     if live:
         hi, lo = _search(
-            source, goal, left, rest, settled, free[0], mean, square, tau, power,
+            source, goal, left, complement, settled, free[0], mean, square, tau, power,
             CDF, BY, AT_MOST, WIDTH,
         )  # fmt: skip
     return hi, lo
@@ -121,11 +121,12 @@ def share(x, w, threshold, CDF: tl.constexpr, BY: tl.constexpr):
     """F(z), for infinite scores and thresholds, too; z and 1 − z; f; and which entries an infinite score or
     threshold decides. Their z is that of another score, and their f is 0."""
     hi, lo, tau, power = threshold
-    z, rest, decided, chosen = _position(x, w, hi, lo, tau, CDF, BY)
+    z, one_minus_z, decided, chosen = _position(x, w, hi, lo, tau, CDF, BY)
     above = z > median(power, CDF)
-    tail, density = side(z, rest, above, 0.0, -tl.abs(z), power, CDF)
+    tail, density = side(z, one_minus_z, above, 0.0, -tl.abs(z), power, CDF)
     y = tl.where(above, 1 - tail, tail)
-    return tl.where(decided, tl.where(chosen, 1.0, 0.0), y), z, rest, tl.where(decided, 0.0, density), decided
+    y = tl.where(decided, tl.where(chosen, 1.0, 0.0), y)
+    return y, z, one_minus_z, tl.where(decided, 0.0, density), decided
 
 
 @triton.jit
@@ -138,8 +139,8 @@ def _position(x, w, hi, lo, tau, CDF: tl.constexpr, BY: tl.constexpr):
     decided = held | (tl.abs(x) == float("inf"))
     chosen = tl.where(tl.abs(x) == float("inf"), x > 0, hi < 0)
     hi, lo = tl.where(infinite, 0.0, hi), tl.where(infinite, 0.0, lo)
-    z, rest = standardized(tl.where(decided, 0.0, x), w, hi, lo, tau, CDF, BY)
-    return z, rest, decided, chosen
+    z, one_minus_z = standardized(tl.where(decided, 0.0, x), w, hi, lo, tau, CDF, BY)
+    return z, one_minus_z, decided, chosen
 
 
 @triton.jit
@@ -168,11 +169,11 @@ OPEN, DONE, GAP, LOOSE, SETTLED = (tl.constexpr(i) for i in range(5))
 
 @triton.jit
 def _search(
-    source, goal, left, rest, settled, free, mean, square, tau, power,
+    source, goal, left, complement, settled, free, mean, square, tau, power,
     CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     guess, low, high, most = _begin(
-        source, left, rest, free, mean, square, tau, power, CDF, BY, WIDTH
+        source, left, complement, free, mean, square, tau, power, CDF, BY, WIDTH
     )  # fmt: skip
     zero = tl.zeros((), tl.float64)
     infinite = zero + float("inf")
@@ -183,8 +184,8 @@ def _search(
     while status == OPEN:
         threshold = (state[0], state[1], tau, power)
         spent, tails = evaluate(source, threshold, near[0], near[1], CDF, BY, WIDTH)
-        over, over_rest = two_sum(spent[0], -goal)
-        over += over_rest + spent[1]
+        over, over_low = two_sum(spent[0], -goal)
+        over += over_low + spent[1]
         jump = (zero + float("nan"), zero)
         if full_support(CDF):
             trial, next_near, again = _smooth_trial(source, threshold, over, tails, near, CDF, BY, WIDTH)
@@ -219,7 +220,7 @@ def _search(
 def _begin(
     source,
     left,
-    rest,
+    complement,
     free,
     mean,
     square,
@@ -230,7 +231,7 @@ def _begin(
     WIDTH: tl.constexpr,
 ):
     """The first guess, the bracket, and the greatest a."""
-    quantile = _quantile(left, rest, free, power, CDF)
+    quantile = _quantile(left, complement, free, power, CDF)
     low, high, most = least(
         levels_of_share, (quantile, tau, icdf_error(CDF), BY), 3, source, BY, WIDTH
     )  # fmt: skip
@@ -286,16 +287,16 @@ def _jump(source, threshold, over, miss, CDF: tl.constexpr, BY: tl.constexpr, WI
     _, _, tau, power = threshold
     up, down = beside(source, threshold, CDF, BY, WIDTH)
     between = (over == 0) & (up[0] >= down[0])
-    flat, flat_rest = between_levels(up[0], down[0], up[3], down[3])
+    flat, flat_low = between_levels(up[0], down[0], up[3], down[3])
     above = miss > 0
     portion = tl.abs(miss) / tl.where(above, up[2], down[2])
     place = icdf(tl.where(above, 1 - portion, portion), power, CDF)
     x, a = tl.where(above, up[1], down[1]), tl.where(above, up[3], down[3])
     t = x / a
-    rest = (tl.fma(-t, a, x) - tau * place) / a
+    low = (tl.fma(-t, a, x) - tau * place) / a
     t = tl.where((portion > 0) & (portion < 1), t, float("nan"))
-    t, rest = two_sum(t, rest)
-    return tl.where(between, flat, t), tl.where(between, flat_rest, rest), between
+    t, low = two_sum(t, low)
+    return tl.where(between, flat, t), tl.where(between, flat_low, low), between
 
 
 @triton.jit
@@ -333,12 +334,12 @@ def _guess(
 
 
 @triton.jit
-def _quantile(left, rest, free, power, CDF: tl.constexpr):
+def _quantile(left, complement, free, power, CDF: tl.constexpr):
     """F⁻¹(left/free), from what is left of the budget and what it does not pay for."""
-    least = tl.maximum(tl.minimum(left, rest) / free, TINY)
+    least = tl.maximum(tl.minimum(left, complement) / free, TINY)
     if full_support(CDF):  # which are symmetric
         z = icdf(tl.minimum(least, 0.5), power, CDF)
-        return tl.where(left < rest, z, -z)
+        return tl.where(left < complement, z, -z)
     else:
         return icdf(tl.minimum(tl.maximum(left / free, TINY), 1.0), power, CDF)
 
@@ -352,7 +353,7 @@ def solve_row(row, x, cost, k, tau, found, n, digits, power, L: tl.constexpr, T:
     source = row_source(x, cost, row, n, L.by)
     goal, slack, own_tau = number64(*k, row), 0.0, number64(*tau, row)
     if digits is not None:
-        goal, slack = goal + digits.rest, digits.slack
+        goal, slack = goal + digits.third, digits.slack
     hi, lo = find_exactly(source, goal, own_tau, slack, power, L.cdf, L.by, L.at_most, T.chunk)
     tl.store(found.hi + row, hi)
     tl.store(found.lo + row, lo)

@@ -55,12 +55,13 @@ def _closest(x, w, given):
 
 
 @triton.jit
-def _relative(z, rest, density, near, power, CDF: tl.constexpr):
+def _relative(z, one_minus_z, density, near, power, CDF: tl.constexpr):
     """f in units of its value where |z| = near. What is free may lie nearer, and stays finite."""
     if full_support(CDF):
         a = tl.minimum(tl.abs(z), FARTHEST_Z)
         most = 2 * DENSEST / tl.maximum(near + a, 1e-300) if gaussian_tail(CDF) else DENSEST
-        _, relative = side(z, rest, z > median(power, CDF), near, tl.minimum(near - a, most), power, CDF)
+        above, behind = z > median(power, CDF), tl.minimum(near - a, most)
+        _, relative = side(z, one_minus_z, above, near, behind, power, CDF)
         if gaussian_tail(CDF):
             relative /= PEAK  # 1 where |z| = near, so that the mean of a single z is that z
         return tl.where(density == density, relative, density)
@@ -71,9 +72,9 @@ def _relative(z, rest, density, near, power, CDF: tl.constexpr):
 @triton.jit
 def _slopes(x, w, v, threshold, near, CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr):
     """y, z, u = v·∂out/∂z for the incoming gradient v, and f relative to near."""
-    y, z, rest, density, decided = share(x, w, threshold, CDF, BY)
+    y, z, one_minus_z, density, decided = share(x, w, threshold, CDF, BY)
     power = threshold[3]
-    relative = tl.where(decided, 0.0, _relative(z, rest, density, near, power, CDF))
+    relative = tl.where(decided, 0.0, _relative(z, one_minus_z, density, near, power, CDF))
     if OUTPUT == THRESHOLD:
         return y, z, density * 0, relative
     slope = density

@@ -84,8 +84,8 @@ def _crossing(x, w, given):
     """Which entries are so near the lower kink, or the upper one, that t may cross it."""
     hi, lo, tau, _ = given[0]
     CDF: tl.constexpr = given[1]
-    z, rest = standardized(x, w, hi, lo, tau, CDF, BY_COUNT)
-    return tl.where(tl.abs(z) <= SHORT, 1.0, 0.0), tl.where(tl.abs(rest) <= SHORT, 1.0, 0.0)
+    z, one_minus_z = standardized(x, w, hi, lo, tau, CDF, BY_COUNT)
+    return tl.where(tl.abs(z) <= SHORT, 1.0, 0.0), tl.where(tl.abs(one_minus_z) <= SHORT, 1.0, 0.0)
 
 
 @triton.jit

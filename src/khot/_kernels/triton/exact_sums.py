@@ -75,20 +75,20 @@ def _parted(x, w, threshold, CDF: tl.constexpr, BY: tl.constexpr):
 
 
 @triton.jit
-def _plus_costs(spent, rest, chosen, w, BY: tl.constexpr):
-    """The sum of costs, as a pair, with what the chosen ones cost. A count is exact without its rest."""
+def _plus_costs(spent, low, chosen, w, BY: tl.constexpr):
+    """The sum of costs, as a pair, with what the chosen ones cost. A count is exact without its low part."""
     if BY == BY_COUNT:
-        return spent + tl.where(chosen, 1.0, 0.0), rest
+        return spent + tl.where(chosen, 1.0, 0.0), low
     else:
-        return plus_exactly(spent, rest, tl.where(chosen, w, 0.0))
+        return plus_exactly(spent, low, tl.where(chosen, w, 0.0))
 
 
 @triton.jit
-def _total_costs(spent, rest, BY: tl.constexpr):
+def _total_costs(spent, low, BY: tl.constexpr):
     if BY == BY_COUNT:
         return tl.sum(spent, axis=0), 0.0
     else:
-        return exact_total(spent, rest)
+        return exact_total(spent, low)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def facts(source, BY: tl.constexpr, WIDTH: tl.constexpr):
     """How many entries are bad; the costs of finite entries, and of those that are +inf, as pairs; and
     moments of the finite ones, weighted with the costs."""
     zero = tl.zeros((WIDTH,), tl.float64)
-    free, free_rest, pinned, pinned_rest = zero, zero, zero, zero
+    free, free_low, pinned, pinned_low = zero, zero, zero, zero
     held = (zero, zero, zero)
     for start in range(0, source[3], WIDTH):
         x, w = load(source, start, BY, WIDTH)
@@ -105,11 +105,11 @@ def facts(source, BY: tl.constexpr, WIDTH: tl.constexpr):
         bad = (x != x) | ((x != float("-inf")) & ((w < 0) | (w == float("inf")) | (w != w)))
         d = tl.where(finite_, x, 0.0)
         paid = w * d
-        free, free_rest = _plus_costs(free, free_rest, finite_, w, BY)
-        pinned, pinned_rest = _plus_costs(pinned, pinned_rest, x == float("inf"), w, BY)
+        free, free_low = _plus_costs(free, free_low, finite_, w, BY)
+        pinned, pinned_low = _plus_costs(pinned, pinned_low, x == float("inf"), w, BY)
         held = plus(held, (tl.where(bad, 1.0, 0.0).to(tl.float64), paid, paid * d))
     bad, mean, square = total(held, 1)
-    return bad, _total_costs(free, free_rest, BY), _total_costs(pinned, pinned_rest, BY), mean, square
+    return bad, _total_costs(free, free_low, BY), _total_costs(pinned, pinned_low, BY), mean, square
 
 
 @triton.jit
@@ -120,20 +120,20 @@ def evaluate(
     and the slopes of both, relative to near_up and near_down (:func:`.functions.side`)."""
     hi, lo, tau, power = threshold
     zero = tl.zeros((WIDTH,), tl.float64)
-    spent, spent_rest = zero, zero
+    spent, spent_low = zero, zero
     held = (zero, zero, zero, zero)
     for start in range(0, source[3], WIDTH):
         x, w = load(source, start, BY, WIDTH)
         counts = (tl.abs(x) < float("inf")) & (w > 0)
-        z, rest = standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, CDF, BY)
+        z, one_minus_z = standardized(tl.where(counts, x, 0.0), w, hi, lo, tau, CDF, BY)
         above, size = z > median(power, CDF), tl.abs(z)
         near = tl.where(above, near_up, near_down)
-        tail, density = side(z, rest, above, near, near - size, power, CDF)
+        tail, density = side(z, one_minus_z, above, near, near - size, power, CDF)
         tail, slope = tl.where(counts, tail * w, 0.0), tl.where(counts, density * w, 0.0)
         if BY == BY_VALUE:
             slope *= w
         chosen = (counts & above) | (x == float("inf"))
-        spent, spent_rest = _plus_costs(spent, spent_rest, chosen, w, BY)
+        spent, spent_low = _plus_costs(spent, spent_low, chosen, w, BY)
         held = plus(
             held,
             (
@@ -141,7 +141,7 @@ def evaluate(
                 tl.where(above, slope, 0.0), tl.where(above, 0.0, slope),
             ),
         )  # fmt: skip
-    return _total_costs(spent, spent_rest, BY), total(held, 1)
+    return _total_costs(spent, spent_low, BY), total(held, 1)
 
 
 @triton.jit

@@ -113,16 +113,16 @@ def two_sum(a, b):
 
 
 @triton.jit
-def plus_exactly(sums, rests, values):
+def plus_exactly(sums, lows, values):
     """Sums with what rounding took from them, once the values are added."""
-    sums, rest = two_sum(sums, values)
-    return sums, rests + rest
+    sums, low = two_sum(sums, values)
+    return sums, lows + low
 
 
 @triton.jit
-def _add_pairs(a, a_rest, b, b_rest):
-    s, rest = two_sum(a, b)
-    return s, (a_rest + b_rest) + rest
+def _add_pairs(a, a_low, b, b_low):
+    s, low = two_sum(a, b)
+    return s, (a_low + b_low) + low
 
 
 @triton.constexpr_function
@@ -131,16 +131,16 @@ def halvings(size):
 
 
 @triton.jit
-def exact_total(sums, rests):
-    """The total of a vector of such sums, and its rest: exact but for rounding of the rest."""
+def exact_total(sums, lows):
+    """The total of a vector of such sums, and its low part: exact but for rounding of this."""
     if INTERPRETED:  # its reduction by a function takes a call for each entry
         for _ in tl.static_range(halvings(sums.shape[0])):
             a, b = tl.split(tl.reshape(sums, (sums.shape[0] // 2, 2)))
-            a_rest, b_rest = tl.split(tl.reshape(rests, (rests.shape[0] // 2, 2)))
-            sums, rests = _add_pairs(a, a_rest, b, b_rest)
-        return tl.sum(sums, axis=0), tl.sum(rests, axis=0)
+            a_low, b_low = tl.split(tl.reshape(lows, (lows.shape[0] // 2, 2)))
+            sums, lows = _add_pairs(a, a_low, b, b_low)
+        return tl.sum(sums, axis=0), tl.sum(lows, axis=0)
     else:
-        return tl.reduce((sums, rests), 0, _add_pairs)
+        return tl.reduce((sums, lows), 0, _add_pairs)
 
 
 @triton.jit

@@ -190,7 +190,7 @@ def only_powers(CDF: tl.constexpr):
 
 
 @triton.jit
-def side(z, rest, above, near, behind, power, CDF: tl.constexpr):
+def side(z, one_minus_z, above, near, behind, power, CDF: tl.constexpr):
     """min(F, 1 − F) and f at z, of CDFs whose tails underflow relative to what they are at ±near.
 
     That is, times e^near (an exponential tail) or e^(near²/2) (a gaussian one): near = 0 leaves them as they
@@ -216,13 +216,13 @@ def side(z, rest, above, near, behind, power, CDF: tl.constexpr):
         inside = (z > 0) & (z < 1)
         z = tl.where(inside, z, 0.5)
         if CDF == UNIFORM:
-            tail = tl.where(above, rest, z)
+            tail = tl.where(above, one_minus_z, z)
             density = tl.where(inside, 1.0, 0.0).to(z.dtype)
         else:
             power = power.to(z.dtype)
             F = tl.exp(power * tl.log(z))
-            rest = tl.where(inside & above, rest, 0.0)
-            tail = tl.where(above, -expm1(power * log1p(-rest)), F)
+            one_minus_z = tl.where(inside & above, one_minus_z, 0.0)
+            tail = tl.where(above, -expm1(power * log1p(-one_minus_z)), F)
             density = tl.where(inside, power * F / z, 0.0)
         tail = tl.where(inside, tail, 0.0)
     return tail, density
@@ -305,11 +305,11 @@ def pair(hi, lo, FLOAT64: tl.constexpr):
     s = hi + lo
     if FLOAT64:
         v = s - hi
-        rest = (hi - (s - v)) + (lo - v)
+        low = (hi - (s - v)) + (lo - v)
     else:
         s = s.to(tl.float32).to(tl.float64)
-        rest = (hi - s) + lo
-    return s, rest
+        low = (hi - s) + lo
+    return s, low
 
 
 @triton.jit

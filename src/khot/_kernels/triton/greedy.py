@@ -55,7 +55,7 @@ def _take(price, waiting, left, TOGETHER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _greedy_rows(
-    x, cost, budget, budget_rest, slack, out_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
+    x, cost, budget, budget_low, slack, out_pointer, rows, n, TOGETHER: tl.constexpr, WIDTH: tl.constexpr,
     FULL: tl.constexpr, DOUBLES: tl.constexpr,
 ):  # fmt: skip
     AXIS: tl.constexpr = 0 if TOGETHER == 1 else 1
@@ -70,7 +70,7 @@ def _greedy_rows(
     waiting = tl.where(across(column, TOGETHER) < number_of, 1, 0)  # those that may be taken come first
     costs = cost.pointer + wide(row * cost.row, TOGETHER)
     price = double(tl.load(costs + order.to(tl.int64) * cost.column, mask=waiting > 0, other=0.0))
-    own_budget = tl.zeros_like(poison).to(tl.float64) + budget_rest
+    own_budget = tl.zeros_like(poison).to(tl.float64) + budget_low
     own_budget += number64(*budget, tl.where(there, row, 0))
     own_budget = _with_slack(own_budget, slack)
     wrong = tl.max(tl.where(_unpayable(price), 1, 0), axis=AXIS) > 0
@@ -82,11 +82,11 @@ def _greedy_rows(
 
 
 @triton.jit
-def _greedy(x_pointer, place_pointer, cost, budget, budget_rest, slack, out_pointer, n, WIDTH: tl.constexpr):
+def _greedy(x_pointer, place_pointer, cost, budget, budget_low, slack, out_pointer, n, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_at, place_at, out_at = x_pointer + row * n, place_pointer + row * n, out_pointer + row * n
     cost_at = cost.pointer + row * cost.row
-    own_budget = number64(*budget, row) + budget_rest
+    own_budget = number64(*budget, row) + budget_low
     own_budget = _with_slack(own_budget, slack)
     worst, left = tl.zeros((WIDTH,), tl.int32), own_budget
     for start in range(0, n, WIDTH):
@@ -117,7 +117,7 @@ def budget_mask(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
         return reference.budget_mask(x, cost, budget)
     amount, rows = layout.values(budget, x.shape[:-1], x.device), x.numel() // n
     slack = reference.slack(n, cost.dtype, budget.dtype)
-    prices, given = layout.matrix(cost, x), (layout.rest(budget, amount), slack)
+    prices, given = layout.matrix(cost, x), (layout.third(budget, amount), slack)
     out = x.new_empty(x.shape)
     if n <= RANKED and x.dtype != torch.float64:
         tile = ranks.tile(n)

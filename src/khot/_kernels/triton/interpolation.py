@@ -20,7 +20,7 @@ BLOCK = 128
 
 @triton.jit
 def _ends(
-    both_pointer, weight_pointer, weight_high, weight_low, weight_rest, size, count, BLOCK: tl.constexpr
+    both_pointer, weight_pointer, weight_high, weight_low, weight_third, size, count, BLOCK: tl.constexpr
 ):
     """The lower and the upper one of each pair, its weight, whether one of them is infinite, and where all
     this is."""
@@ -29,7 +29,7 @@ def _ends(
     upper = one + one // count * count
     above = double(tl.load(both_pointer + upper, mask=there, other=0.0))
     below = double(tl.load(both_pointer + upper + count, mask=there, other=0.0))
-    weight = number64(weight_pointer, 1, weight_high, weight_low, tl.where(there, one, 0)) + weight_rest
+    weight = number64(weight_pointer, 1, weight_high, weight_low, tl.where(there, one, 0)) + weight_third
     weight += tl.zeros((BLOCK,), tl.float64)
     infinite = (tl.abs(above) == float("inf")) | (tl.abs(below) == float("inf"))
     return below, above, weight, infinite, one, upper, there
@@ -49,22 +49,22 @@ def line(a, b, weight):
 
 @triton.jit(do_not_specialize=["size", "count"])
 def _interpolate(
-    both_pointer, weight_pointer, weight_high, weight_low, weight_rest, out_pointer, size, count,
+    both_pointer, weight_pointer, weight_high, weight_low, weight_third, out_pointer, size, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     a, b, weight, _, one, _, there = _ends(
-        both_pointer, weight_pointer, weight_high, weight_low, weight_rest, size, count, BLOCK
+        both_pointer, weight_pointer, weight_high, weight_low, weight_third, size, count, BLOCK
     )
     store(out_pointer + one, line(a, b, weight), there)
 
 
 @triton.jit(do_not_specialize=["size", "count"])
 def _pull_ends(
-    both_pointer, weight_pointer, weight_high, weight_low, weight_rest, grad_pointer, dboth_pointer,
+    both_pointer, weight_pointer, weight_high, weight_low, weight_third, grad_pointer, dboth_pointer,
     dweight_pointer, size, count, BLOCK: tl.constexpr,
 ):  # fmt: skip
     a, b, weight, infinite, one, upper, there = _ends(
-        both_pointer, weight_pointer, weight_high, weight_low, weight_rest, size, count, BLOCK
+        both_pointer, weight_pointer, weight_high, weight_low, weight_third, size, count, BLOCK
     )
     grad = tl.where(infinite, 0.0, double(tl.load(grad_pointer + one, mask=there, other=0.0)))
     store(dboth_pointer + upper, grad * weight, there)
@@ -112,4 +112,4 @@ def weights(weight: Tensor) -> tuple[Tensor | None, float, float, float] | None:
     if not weight.is_cpu:
         return None
     given = Values(None, 0, *layout.halves(weight.item()))
-    return None, given.high, given.low, layout.rest(weight, given)
+    return None, given.high, given.low, layout.third(weight, given)

@@ -240,7 +240,7 @@ def solved(hi: Tensor, lo: Tensor, tau: Tensor, goal: Tensor | None = None) -> S
     return Solved(Threshold(hi.contiguous(), lo.contiguous()), values(tau, batch, device), held)
 
 
-def rest(value: Tensor, given: Values) -> float:
+def third(value: Tensor, given: Values) -> float:
     """What is left of a number that is given by value, for a kernel that needs its last digit."""
     return 0.0 if given.pointer is not None else (value.item() - given.high) - given.low
 

@@ -278,10 +278,10 @@ def _find(
 ):  # fmt: skip
     """t of rows, and their losses."""
     at, target_at = at_of(x, row, T), at_of(target, row, T)
-    own_k, k_rest = numbers(*k, row, there)
+    own_k, k_low = numbers(*k, row, there)
     own_tau, _ = numbers(*tau, row, there)
     mass, softness = target_sums(target_at, there, n, T.together, T.pieces, T.width)
-    per64 = share_of(mass, own_k.to(tl.float64) + k_rest)
+    per64 = share_of(mass, own_k.to(tl.float64) + k_low)
     per = per64.to(tl.float32)
     soft = there & ((per != 1) | (softness != 0))
 
@@ -289,7 +289,7 @@ def _find(
     origin = first_of(x, row, there)
     power = tl.zeros((), tl.float32) + exponent[0]
     hi, lo, ok, inverse, _ = find(
-        held, at, origin, there, n, own_k, k_rest, own_tau, power, evaluations, L, T,
+        held, at, origin, there, n, own_k, k_low, own_tau, power, evaluations, L, T,
         T.together == 1 and not T.streams,
     )  # fmt: skip
     scale = inverse * unit(L.cdf)
@@ -385,8 +385,8 @@ def pull_losses(
     row, there = place_rows(rows, T.together)
     ok = there & ~there
     if not FLOAT64:
-        hi, rest = in_two(tl.load(t.hi + row, mask=there, other=0.0))
-        lo = rest + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
+        hi, middle = in_two(tl.load(t.hi + row, mask=there, other=0.0))
+        lo = middle + tl.load(t.lo + row, mask=there, other=0.0).to(tl.float32)
         per = tl.load(share_pointer + row, mask=there, other=0.0).to(tl.float32)
         loss = tl.load(loss_pointer + row, mask=there, other=0.0)
         own_grad = numbers(*grad, row, there)[0]

@@ -51,10 +51,10 @@ def _find(
 ):  # fmt: skip
     at = at_of(x, row, T)
     held = hold(x, at, row, there, n, T)
-    own_k, k_rest = numbers(*k, row, there)
+    own_k, k_low = numbers(*k, row, there)
     own_tau = numbers(*tau, row, there)[0]
     power = tl.zeros((), tl.float32) + exponent[0]
-    whole = (k_rest == 0) & (own_k == tl.floor(own_k))
+    whole = (k_low == 0) & (own_k == tl.floor(own_k))
     hi, lo, ok = find_gamma(
         held, at, there & whole, n, own_k, own_tau, power, evaluations, L.p, L.signed, L.whole, T,
         T.together == 1 and not T.streams,

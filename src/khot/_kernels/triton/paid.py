@@ -116,18 +116,18 @@ def origin_of(x, row, there, BY: tl.constexpr):
 
 
 @triton.jit
-def facts_of(found, k, k_rest, tau):
+def facts_of(found, k, k_low, tau):
     """From moments, and a budget in the same unit: all costs, what the budget leaves of them, 1/τ, and which
     rows float32 may do."""
-    n, n_rest, second = found[0], found[1].to(tl.float32), found[3].to(tl.float32)
-    rest = ((n - k) + (n_rest - k_rest)).to(tl.float32)
-    n = (n + n_rest).to(tl.float32)
+    n, n_low, second = found[0], found[1].to(tl.float32), found[3].to(tl.float32)
+    complement = ((n - k) + (n_low - k_low)).to(tl.float32)
+    n = (n + n_low).to(tl.float32)
     finite = (tau > 1e-25) & (tau < 1e25) & (second < float("inf")) & (k > 0) & (k < float("inf"))
-    return n, rest, inverse_of(tau), finite
+    return n, complement, inverse_of(tau), finite
 
 
 @triton.jit
-def guess_of(found, origin, n, rest, k, tau, power, CDF: tl.constexpr, BY: tl.constexpr):
+def guess_of(found, origin, n, complement, k, tau, power, CDF: tl.constexpr, BY: tl.constexpr):
     """t from moments; bounds on it, by score; the costs in a τ; and, by value, where F is k/n, times τ, which
     :func:`bracket` has the bounds from."""
     if BY == BY_VALUE:
@@ -143,7 +143,7 @@ def guess_of(found, origin, n, rest, k, tau, power, CDF: tl.constexpr, BY: tl.co
         hi, offset, deviation, per_deviation, normal = guess(n, offset, variance, k, tau, power, CDF)
         hi += origin
         # bounds on any quantile (Cantelli), a little wider than they need to be; and the costs in a τ
-        ratio = tl.sqrt(k * reciprocal(rest))
+        ratio = tl.sqrt(k * reciprocal(complement))
         low = (origin + offset) - 1.001 * deviation * ratio
         high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
         crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
@@ -151,9 +151,9 @@ def guess_of(found, origin, n, rest, k, tau, power, CDF: tl.constexpr, BY: tl.co
 
 
 @triton.jit
-def spends_at_zero(sums, k, k_rest, n, power, CDF: tl.constexpr, BY: tl.constexpr):
+def spends_at_zero(sums, k, k_low, n, power, CDF: tl.constexpr, BY: tl.constexpr):
     """Whether t = 0 spends less than there is, and whether that is clear; from the sums there."""
-    _, miss, _, _, _, _, _, _ = taylor_step(sums, k, k_rest, 0, k * 0, power, CDF, BY)
+    _, miss, _, _, _, _, _, _ = taylor_step(sums, k, k_low, 0, k * 0, power, CDF, BY)
     return miss < 0, tl.abs(miss) > CLEAR * tl.minimum(tl.maximum(k, 1.0), n)
 
 
@@ -192,8 +192,8 @@ def _find(
     else:
         pairs, per, good = _load_pairs(at, there, n_columns, T)
     origin = origin_of(x, row, there, L.by)
-    k, k_rest = numbers(*k, row, there)
-    k, k_rest = k * per, k_rest * per
+    k, k_low = numbers(*k, row, there)
+    k, k_low = k * per, k_low * per
     tau, _ = numbers(*tau, row, there)
     power = tl.zeros((), tl.float32) + exponent[0]
 
@@ -202,7 +202,7 @@ def _find(
         pairs, at, n_columns, paid_moments, (wide(origin, T.together), grain, L), moment_count(L.by), T, per,
         BY=L.by,
     )  # fmt: skip
-    n, rest, inverse, finite = facts_of(found, k, k_rest, tau)
+    n, complement, inverse, finite = facts_of(found, k, k_low, tau)
     scale = inverse * unit(L.cdf)
     ok = good & there & finite
     loose = ok & ~ok
@@ -214,11 +214,11 @@ def _find(
             pairs, at, n_columns, paid_terms,
             (nothing, nothing, wide(scale, T.together), power, L, grain), COUNT, T, per, BY=L.by,
         )  # fmt: skip
-        less, clear = spends_at_zero(sums, k, k_rest, n, power, L.cdf, L.by)
+        less, clear = spends_at_zero(sums, k, k_low, n, power, L.cdf, L.by)
         loose = ok & clear & less
         ok = ok & clear
-    ok = ok & (loose | ((rest > 0) & holds(n, rest, power, L.cdf)))
-    hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, tau, power, L.cdf, L.by)
+    ok = ok & (loose | ((complement > 0) & holds(n, complement, power, L.cdf)))
+    hi, low, high, crowd, quantile = guess_of(found, origin, n, complement, k, tau, power, L.cdf, L.by)
     if L.by == BY_VALUE:
         low, high = bracket(pairs, at, n_columns, per, quantile, T)
         hi = tl.where((hi > low) & (hi < high), hi, 0.5 * (low + high))
@@ -226,7 +226,7 @@ def _find(
     hi = tl.where(loose, 0.0, hi)
     lo = hi * 0
     hi, lo, solved = iterate(
-        pairs, at, n_columns, (hi, lo, low, high, crowd), loose | ~ok, (n, k, k_rest, tau, inverse, power),
+        pairs, at, n_columns, (hi, lo, low, high, crowd), loose | ~ok, (n, k, k_low, tau, inverse, power),
         evaluations, L, T, base=per, grain=grain, floor=digits.floor,
     )  # fmt: skip
     ok = ok & solved
@@ -234,7 +234,7 @@ def _find(
         ok = ok & (loose | (hi > 0))
 
     apart = per.to(tl.float64) if L.by == BY_VALUE else 1.0
-    found = (pairs, at, per, hi, lo, inverse, k > rest, power)
+    found = (pairs, at, per, hi, lo, inverse, k > complement, power)
     return hi.to(tl.float64) * apart, lo.to(tl.float64) * apart, ok, found
 
 

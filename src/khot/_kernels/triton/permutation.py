@@ -156,7 +156,7 @@ def _permute(x, tau, out_pointer, t, n, groups, evaluations, exponent, L: tl.con
 
     origin = tl.load(row_at).to(tl.float32)
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)
-    own_tau, tau_rest = numbers(*tau, row, row >= 0)
+    own_tau, tau_low = numbers(*tau, row, row >= 0)
     inverse, narrow, poison = _temperature(tau, row)
     poison = tl.where(strange > 0, float("nan"), nothing + poison)
     goal = level.to(tl.float32)
@@ -168,7 +168,7 @@ def _permute(x, tau, out_pointer, t, n, groups, evaluations, exponent, L: tl.con
     )  # fmt: skip
     fine_hi, fine_lo, ok = polish(
         held, at, n, hi.to(tl.float64), lo.to(tl.float64), ok, (goal - first).to(tl.float64),
-        (nothing + own_tau).to(tl.float64) + tau_rest, joined(*exponent), L.cdf, T,
+        (nothing + own_tau).to(tl.float64) + tau_low, joined(*exponent), L.cdf, T,
     )  # fmt: skip
     settled = tl.where(goal <= first, HUGE, -HUGE).to(tl.float64) + poison.to(tl.float64)
     # of the ends of the row, which are no level of any program

@@ -24,8 +24,8 @@ def find_gamma(
     """γ of rows, and which of them have one. AGAIN is as in :func:`.threshold.iterate`."""
     n, first, second = over(x, at, n_columns, pooled_moments, 0, 3, T)
     n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
-    rest = n - k
-    ok = there & (k > 0) & (rest > 0) & holds(n, rest, power, POWER)
+    complement = n - k
+    ok = there & (k > 0) & (complement > 0) & holds(n, complement, power, POWER)
     ok = ok & (tau > 1e-15) & (tau < 1e15) & (second < 1e25) & (second > 1e-25)
     if SIGNED:  # −inf is of infinite size
         ok = ok & (n == n_columns)
@@ -36,7 +36,7 @@ def find_gamma(
     gamma = mean * alike * reciprocal(mean + alike)
     heat, _ = temperature(gamma, tau, P)
     t, _, _, per_deviation, normal = guess(n, mean, variance, k, heat, power, POWER)
-    high = 1.01 * (mean + tl.sqrt(variance * rest * reciprocal(k)))
+    high = 1.01 * (mean + tl.sqrt(variance * complement * reciprocal(k)))
     hi = tl.minimum(tl.where(t > 0.25 * gamma, t, gamma), high)
     crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * heat * per_deviation
     done = ~ok

@@ -77,8 +77,8 @@ def _results(to, offset):
 @triton.jit
 def in_float32(solved, row, there):
     """hi, lo and τ of rows."""
-    hi, rest = in_two(tl.load(solved.t.hi + row, mask=there, other=0.0))
-    lo = rest + tl.load(solved.t.lo + row, mask=there, other=0.0).to(tl.float32)
+    hi, middle = in_two(tl.load(solved.t.hi + row, mask=there, other=0.0))
+    lo = middle + tl.load(solved.t.lo + row, mask=there, other=0.0).to(tl.float32)
     return hi, lo, numbers(*solved.tau, row, there)[0]
 
 

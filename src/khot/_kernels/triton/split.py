@@ -92,9 +92,9 @@ def _row_numbers(k, tau, row):
     """k and τ in float64; k as two numbers of float32, τ and 1/τ as one."""
     k64 = number64(*k, row)
     tau64 = number64(*tau, row)
-    own_k, k_rest = in_two(k64)
+    own_k, k_low = in_two(k64)
     own_tau = tau64.to(tl.float32)
-    return k64, tau64, own_k, k_rest, own_tau, inverse_of(own_tau)
+    return k64, tau64, own_k, k_low, own_tau, inverse_of(own_tau)
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def _sum_parts(
     row, part = place(parts)
     state = scratch.state + row * STATE
     if tl.load(state + STATUS) == OPEN:
-        _, _, own_k, k_rest, own_tau, inverse = _row_numbers(k, tau, row)
+        _, _, own_k, k_low, own_tau, inverse = _row_numbers(k, tau, row)
         power = tl.zeros((), tl.float32) + power_high
         hi, lo = tl.load(t.hi + row).to(tl.float32), tl.load(t.lo + row).to(tl.float32)
         left = scratch.left + row * LEFT * parts
@@ -285,7 +285,7 @@ def _sum_parts(
 
         if last_of_row(scratch.counter + row, parts):
             status, hi, lo, miss, mass = _step(
-                left, n_columns, parts, hi, lo, own_k, k_rest, heat, warming, power,
+                left, n_columns, parts, hi, lo, own_k, k_low, heat, warming, power,
                 tl.load(state + CROWD).to(tl.float32), tl.load(state + TURN).to(tl.float32),
                 L.cdf, T.pieces * T.width, PARTS, POOLED,
             )  # fmt: skip
@@ -295,7 +295,7 @@ def _sum_parts(
                 begin, end = tl.where(too_low, 8, 7), tl.where(too_low, 10, 9)
                 above = total_of_parts(left, end, parts, PARTS)
                 count = total_of_parts(left, begin, parts, PARTS) - above
-                free = own_k.to(tl.float64) + k_rest - above
+                free = own_k.to(tl.float64) + k_low - above
                 fits = (count <= window) & (free > 0) & (free < count)
                 status = tl.where(fits, GATHER, status)
                 if fits:
@@ -362,7 +362,7 @@ def _pooled_and_bad(x, given):
 
 @triton.jit
 def _step(
-    left, n_columns, parts, hi, lo, k, k_rest, heat, warming, power, crowd, turn,
+    left, n_columns, parts, hi, lo, k, k_low, heat, warming, power, crowd, turn,
     CDF: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """STATUS and t after the step that the sums of all parts call for, by how much the count exceeds k, and
@@ -372,7 +372,7 @@ def _step(
         sums = sums + (total_of_parts(left, i, parts, PARTS),)  # type: ignore[assignment]  # noqa: RUF005
     seen = tl.cdiv(n_columns, STEP) * tl.full((), STEP, tl.int64)
     _, miss, h, mu, beta, gamma, mass, last = taylor_step(
-        sums, k, k_rest, seen, turn, power, CDF, BY_COUNT, warming, POOLED
+        sums, k, k_low, seen, turn, power, CDF, BY_COUNT, warming, POOLED
     )
     step = long_step(miss, mu, h, beta, gamma, mass, crowd, CDF)
     h = tl.where(last, h, step)
@@ -414,7 +414,7 @@ def _finish_parts(
     state = scratch.state + row * STATE
     status = tl.load(state + STATUS)
     if (status != DONE) & ((status != HOPELESS) | ((part == 0) & (not BASED))):
-        k64, tau64, own_k, k_rest, own_tau, inverse = _row_numbers(k, tau, row)
+        k64, tau64, own_k, k_low, own_tau, inverse = _row_numbers(k, tau, row)
         power = tl.zeros((), tl.float32) + exponent[0]
         hi, lo = tl.load(t.hi + row).to(tl.float32), tl.load(t.lo + row).to(tl.float32)
         crowd = tl.load(state + CROWD).to(tl.float32)
@@ -444,7 +444,7 @@ def _finish_parts(
             gathered = status == GATHER
             if status == OPEN:
                 status, hi, lo, _, _ = _step(
-                    left, n_columns, parts, hi, lo, own_k, k_rest, heat, warming, power, crowd,
+                    left, n_columns, parts, hi, lo, own_k, k_low, heat, warming, power, crowd,
                     tl.load(state + TURN).to(tl.float32), L.cdf, T.pieces * T.width, PARTS, POOLED,
                 )  # fmt: skip
             t64, rest64 = hi.to(tl.float64), lo.to(tl.float64)
@@ -457,11 +457,11 @@ def _finish_parts(
                     source, count = x.pointer + row * x.stride, n_columns
                     level = k64
                     low, high = low * 0 - FAR, high * 0 + FAR
-                goal, goal_rest = in_two(level)
+                goal, goal_low = in_two(level)
                 n = tl.cast(count, tl.float32)
                 hi, lo, ok = iterate(
                     (), source + column, count, (hi, lo, low, high, crowd), status == HOPELESS,
-                    (n, goal, goal_rest, own_tau, inverse, power), EVALUATIONS, L, T, False, base, BASED,
+                    (n, goal, goal_low, own_tau, inverse, power), EVALUATIONS, L, T, False, base, BASED,
                     POOLED=POOLED,
                 )  # fmt: skip
                 ok = ok & (status != HOPELESS)
@@ -500,10 +500,10 @@ def _write_parts(
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
     row, part = (program // parts).to(tl.int64), program % parts
     k64, tau64, _, _, _, inverse = _row_numbers(k, tau, row)
-    t64, rest = tl.load(t.hi + row), tl.load(t.lo + row)
+    hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
     done = tl.load(state_pointer + row * STATE + STATUS) == DONE
     if done:
-        hi, lo = t64.to(tl.float32), rest.to(tl.float32)
+        hi, lo = hi64.to(tl.float32), lo64.to(tl.float32)
         power = tl.zeros((), tl.float32) + exponent[0]
         values = row_values(hi, lo, inverse, 2 * k64 > n_columns, power, L.cdf, 1)
         start = part.to(tl.int64) * length
@@ -516,7 +516,7 @@ def _write_parts(
         start = part.to(tl.int64) * length
         x_at = x.pointer + row * x.stride + start
         source = (x_at, x_at, 0, tl.minimum(n_columns - start, length).to(tl.int32))
-        threshold = (t64, rest, tau64, joined(*exponent))
+        threshold = (hi64, lo64, tau64, joined(*exponent))
         to = out_pointer + row * n_columns + start
         write_exactly(to, source, threshold, L.cdf, BY_COUNT, L.output, T.chunk)
 

@@ -74,9 +74,9 @@ def part_of(pairs, row, part, n, length, WIDTH: tl.constexpr):
 @triton.jit
 def _budget_and_tau(budget, tau, row):
     """The budget as two numbers of float32, and τ as one."""
-    k, k_rest = numbers(*budget, row, row >= 0)
+    k, k_low = numbers(*budget, row, row >= 0)
     own_tau, _ = numbers(*tau, row, row >= 0)
-    return k, k_rest, own_tau
+    return k, k_low, own_tau
 
 
 @triton.jit
@@ -116,12 +116,13 @@ def _weigh_budget_parts(
         for i in tl.static_range(COUNT):
             moment = _in_unit(total_of_parts(left, i, parts, PARTS), per.to(tl.float64), i)
             found = found + (moment,)  # type: ignore[assignment]  # noqa: RUF005
-        k, k_rest, own_tau = _budget_and_tau(budget, tau, row)
-        k, k_rest = k * per, k_rest * per
+        k, k_low, own_tau = _budget_and_tau(budget, tau, row)
+        k, k_low = k * per, k_low * per
         power = tl.zeros((), tl.float32) + power_high
-        n, rest, _inverse, finite = facts_of(found, k, k_rest, own_tau)
-        hi, low, high, crowd, quantile = guess_of(found, origin, n, rest, k, own_tau, power, L.cdf, L.by)
-        fits = (rest > 0) & holds(n, rest, power, L.cdf)
+        n, complement, _inverse, finite = facts_of(found, k, k_low, own_tau)
+        guessed = guess_of(found, origin, n, complement, k, own_tau, power, L.cdf, L.by)
+        hi, low, high, crowd, quantile = guessed
+        fits = (complement > 0) & holds(n, complement, power, L.cdf)
         if L.by != BY_VALUE:  # where a guess that is no number gives way to the middle of the bracket
             fits = fits & (tl.abs(hi) < 1e30)
         ok = good & finite
@@ -132,7 +133,7 @@ def _weigh_budget_parts(
         put(
             state,
             (
-                tl.where(ok, OPEN, HOPELESS), per, n, rest, crowd, quantile, tl.where(fits, 1.0, 0.0),
+                tl.where(ok, OPEN, HOPELESS), per, n, complement, crowd, quantile, tl.where(fits, 1.0, 0.0),
                 hi, nothing, low, high, nothing, nothing, nothing, nothing, nothing, hi, nothing,
             ),
         )  # fmt: skip
@@ -151,9 +152,9 @@ def _spend_parts(
     if status == OPEN:
         at, mine, _start = part_of(pairs, row, part, n_columns, length, T.width)
         COUNT: tl.constexpr = paid_count(L.cdf, L.by) + 1
-        k, k_rest, own_tau = _budget_and_tau(budget, tau, row)
+        k, k_low, own_tau = _budget_and_tau(budget, tau, row)
         per, inverse = tl.load(state + PER).to(tl.float32), inverse_of(own_tau)
-        k, k_rest = k * per, k_rest * per
+        k, k_low = k * per, k_low * per
         power = tl.zeros((), tl.float32) + power_high
         hi, lo = tl.load(state + HI).to(tl.float32), tl.load(state + LO).to(tl.float32)
         left = scratch.left + row * LEFT * parts
@@ -190,7 +191,7 @@ def _spend_parts(
             new_hi, new_lo, new_trail, done, ok, _deep = advance(
                 _totals(left, 0, parts, PARTS, COUNT), hi, lo, trail, tl.load(state + CROWD).to(tl.float32),
                 status != OPEN, status == OPEN, status != OPEN, number,
-                (n, k, k_rest, own_tau, inverse, power), 0, 0.0, floor, L, 1,
+                (n, k, k_low, own_tau, inverse, power), 0, 0.0, floor, L, 1,
             )  # fmt: skip
             if FIRST and L.by == BY_VALUE:  # a guess outside the bracket tells nothing
                 low, high = trail[0], trail[1]  # type: ignore[misc]
@@ -206,7 +207,7 @@ def _spend_parts(
                 ok = ok & (~done | (new_hi > 0))
                 if FIRST:
                     less, clear = spends_at_zero(
-                        _totals(left, COUNT + 2, parts, PARTS, COUNT), k, k_rest, n, power, L.cdf, L.by
+                        _totals(left, COUNT + 2, parts, PARTS, COUNT), k, k_low, n, power, L.cdf, L.by
                     )
                     loose = clear & less
                     ok = loose | (ok & clear & (tl.load(state + FITS) != 0))
@@ -238,14 +239,14 @@ def _store_threshold(state, hi_at, lo_at, hi, lo, per, BY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["evaluations"])
 def _rescue_budgets(
-    pairs, budget, budget_rest, tau, t, state_pointer, n_columns, evaluations, slack, digits, exponent,
+    pairs, budget, budget_low, tau, t, state_pointer, n_columns, evaluations, slack, digits, exponent,
     L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     state = state_pointer + row * STATE
     status = tl.load(state + STATUS)
     if status != DONE:
-        k, k_rest, own_tau = _budget_and_tau(budget, tau, row)
+        k, k_low, own_tau = _budget_and_tau(budget, tau, row)
         per = tl.load(state + PER).to(tl.float32)
         x_at, cost_at = pairs.x.pointer + row * pairs.x.stride, pairs.other.pointer + row * pairs.other.row
         column = tl.arange(0, T.width).to(tl.int64)
@@ -259,7 +260,7 @@ def _rescue_budgets(
             ),
             status == HOPELESS,
             (
-                tl.load(state + ALL).to(tl.float32), k * per, k_rest * per, own_tau, inverse_of(own_tau),
+                tl.load(state + ALL).to(tl.float32), k * per, k_low * per, own_tau, inverse_of(own_tau),
                 tl.zeros((), tl.float32) + exponent[0],
             ),
             evaluations, L, T, base=per, grain=digits[0], floor=digits[1],
@@ -271,7 +272,7 @@ def _rescue_budgets(
         if ok:
             _store_threshold(state, t.hi + row, t.lo + row, hi, lo, per, L.by)
         else:
-            own_budget = number64(*budget, row) + budget_rest
+            own_budget = number64(*budget, row) + budget_low
             hi64, lo64 = find_exactly(
                 (x_at, cost_at, pairs.other.column, n_columns), own_budget, number64(*tau, row), slack,
                 joined(*exponent), L.cdf, L.by, L.at_most, T.chunk,
@@ -339,7 +340,7 @@ def soft_budget(
     whole = costs.digits(n, FLUSH.value * tile.pieces * tile.width)
     launch(
         _rescue_budgets, rows,
-        pairs, budget, digits.rest, tau, t, state, n, EVALUATIONS, digits.slack, whole, power,
+        pairs, budget, digits.third, tau, t, state, n, EVALUATIONS, digits.slack, whole, power,
         **which | {"T": layout.constant(tile, n)._replace(full=False), "num_warps": tile.warps},
     )  # fmt: skip
     launch(_write_budget_parts, programs, pairs, budget, tau, out, t, state, *size, power, **which)

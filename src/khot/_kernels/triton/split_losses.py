@@ -111,7 +111,7 @@ def _pull_loss_parts(
     per64, loss = tl.load(share_pointer + row), tl.load(loss_pointer + row)
     own_grad = number64(*grad, row)
     tau64 = number64(*tau, row)
-    hi, rest = in_two(hi64)
+    hi, middle = in_two(hi64)
     start = part.to(tl.int64) * length
     x_at, target_at = x.pointer + row * x.stride + start, target.pointer + row * target.stride + start
     to = dx_pointer + row * n_columns + start
@@ -119,7 +119,7 @@ def _pull_loss_parts(
     if pulls(row >= 0, hi, loss, tau64.to(tl.float32)):
         column = tl.arange(0, T.width)
         moved = pull(
-            x_at + column, target_at + column, to + column, row >= 0, mine, hi, rest + lo64.to(tl.float32),
+            x_at + column, target_at + column, to + column, row >= 0, mine, hi, middle + lo64.to(tl.float32),
             tau64.to(tl.float32), per64.to(tl.float32), own_grad.to(tl.float32), exponent[0], L, T,
         )  # fmt: skip
         rate = tl.where(part == 0, loss / tau64, 0.0) - moved

@@ -171,13 +171,13 @@ def terms(x, given):
 
 
 @triton.jit
-def holds(n, rest, power, CDF: tl.constexpr):
-    """Whether the sum is right even if y of all entries near 1 are rounded alike, for n − k = rest.
+def holds(n, complement, power, CDF: tl.constexpr):
+    """Whether the sum is right even if y of all entries near 1 are rounded alike, for the complement n − k.
 
     A power multiplies the rounding of z there, and no smaller 1 − y takes the place of y.
     """
     if CDF == POWER:
-        return 32 * rest > power * n
+        return 32 * complement > power * n
     else:
         return n == n
 
@@ -197,25 +197,25 @@ def series(sums, power, CDF: tl.constexpr):
 
     The count falls by Σf·(h − βh²/2 + γh³/6 − δh⁴/24 + εh⁵/120) over a step of hτ.
     """
-    less, mass, rest = sums[1].to(tl.float32), sums[2].to(tl.float32), ()
+    less, mass, others = sums[1].to(tl.float32), sums[2].to(tl.float32), ()
     for i in tl.static_range(3, term_count(CDF)):
-        rest = rest + (sums[i].to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        others = others + (sums[i].to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     per = reciprocal(mass)
     if CDF == LOGISTIC:
         # the derivatives of σ are f, −fw, f(1 − 6f), −fw(1 − 12f), f(1 − 30f + 120f²)
-        beta, ff = -rest[0] * per, rest[1] * per  # type: ignore[misc]
-        return less, mass, beta, 1 - 6 * ff, beta + 12 * rest[2] * per, 1 - 30 * ff + 120 * rest[3] * per  # type: ignore[misc]
+        beta, ff = -others[0] * per, others[1] * per  # type: ignore[misc]
+        return less, mass, beta, 1 - 6 * ff, beta + 12 * others[2] * per, 1 - 30 * ff + 120 * others[3] * per  # type: ignore[misc]
     elif CDF == LAPLACE:
         # f has a kink at 0, which has no second derivative: γ takes it as spread over the neighbourhood
-        beta, ff = -2 * less * per, 0.5 * rest[0] * per  # type: ignore[misc]
+        beta, ff = -2 * less * per, 0.5 * others[0] * per  # type: ignore[misc]
         return less, 0.5 * mass, beta, 1 - (16 * ff - 1) * (1 / 3), beta, beta * 0 + 1
     elif CDF == NORMAL:
         z = per * (1 / NORMAL_UNIT)
-        first = rest[0] * z  # type: ignore[misc]
+        first = others[0] * z  # type: ignore[misc]
         z = z * (1 / NORMAL_UNIT)
-        second = rest[1] * z  # type: ignore[misc]
+        second = others[1] * z  # type: ignore[misc]
         z = z * (1 / NORMAL_UNIT)
-        third, fourth = rest[2] * z, rest[3] * z * (1 / NORMAL_UNIT)  # type: ignore[misc]
+        third, fourth = others[2] * z, others[3] * z * (1 / NORMAL_UNIT)  # type: ignore[misc]
         return less, mass * PHI, -first, second - 1, 3 * first - third, fourth - 6 * second + 3
     else:
         only_powers(CDF)

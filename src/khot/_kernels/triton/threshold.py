@@ -193,7 +193,7 @@ def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
 
 @triton.jit
 def taylor_step(
-    sums, k, k_rest, seen, turn, power, CDF: tl.constexpr, BY: tl.constexpr = BY_COUNT,
+    sums, k, k_low, seen, turn, power, CDF: tl.constexpr, BY: tl.constexpr = BY_COUNT,
     warming=0.0, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
@@ -211,9 +211,9 @@ def taylor_step(
     if POOLED > 0:  # −less is the sum of 0 < y < 1, which a greater temperature lowers
         mass -= warming * less
     if BY != BY_COUNT:
-        excess = (((sums[0] - k) - k_rest) + sums[LAST]).to(tl.float32)
+        excess = (((sums[0] - k) - k_low) + sums[LAST]).to(tl.float32)
     else:
-        excess = ((hard_count(sums[0], seen, CDF) - k) - k_rest).to(tl.float32)
+        excess = ((hard_count(sums[0], seen, CDF) - k) - k_low).to(tl.float32)
     miss = excess - less
     if full_support(CDF):
         h, mu = _taylor(miss, mass, beta, gamma, delta, epsilon)
@@ -414,17 +414,17 @@ def _gap(
     if POOLED > 0:
         up = unpooled(up, own_tau, POOLED)
         tau = tau * 0
-    middle, rest = two_sum(0.5 * up, 0.5 * down)
+    middle, low = two_sum(0.5 * up, 0.5 * down)
     if full_support(CDF):
         given = (wide(up, T.together), wide(down, T.together), wide(scale, T.together))
         A, B = over(x, at, n, _gap_terms, given, 2, T, base, BASED)
-        rest += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
+        low += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
         exists = up > down
     else:
-        rest -= 0.5 * tau
+        low -= 0.5 * tau
         exists = up - down >= tau
-    t, t_rest = two_sum(middle, rest)
-    return t, t_rest, exists
+    t, t_low = two_sum(middle, low)
+    return t, t_low, exists
 
 
 # ----------------------------------------------------------------------------------------------- the rows
@@ -434,9 +434,9 @@ def _gap(
 def _quantiles(n, k, power, CDF: tl.constexpr):
     """The quantiles of k of n of the normal distribution and of F, in units of their deviations from their
     means."""
-    log_k, log_rest = log2(k), log2(n - k)
-    goal = log_k - log_rest
-    log_share = tl.minimum(log_k, log_rest) - log2(n)
+    log_k, log_complement = log2(k), log2(n - k)
+    goal = log_k - log_complement
+    log_share = tl.minimum(log_k, log_complement) - log2(n)
     normal = with_sign(_quantile(log_share), goal)
     return normal, moment_quantile(log_share, goal, normal, k, n, power, CDF)
 
@@ -488,7 +488,7 @@ def advance(
     Σf of the evaluation before: at first (low, high, 0, 0, 0, 0, 0, t, 0). The rest is as in :func:`iterate`.
     """
     bracket, t_before, mass_before = trail[:7], trail[7], trail[8]
-    _, k, k_rest, tau, inverse, power = aim
+    _, k, k_low, tau, inverse, power = aim
     turn = hi * 0
     if not full_support(L.cdf):
         moved = ((hi - t_before) + lo) * inverse
@@ -499,7 +499,7 @@ def advance(
         turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
         t_before, mass_before = hi + lo, mass
     excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
-        sums, k, k_rest, seen, turn, power, L.cdf, L.by, warming, POOLED
+        sums, k, k_low, seen, turn, power, L.cdf, L.by, warming, POOLED
     )
     if L.by == BY_COUNT:
         deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
@@ -535,7 +535,7 @@ def iterate(
     this kind.
 
     A guess is hi, lo, the bracket of t, and how many entries lie in a τ there; what is aimed at is n, k and
-    its rest, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
+    its low part, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
     are held: in a gap, which few rows have to search, there are not registers enough for both. BASED and base
     are as in :func:`over`: BASED, t is less base, too. If entries have costs, k is a budget and n what all
     entries cost; grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32
@@ -543,7 +543,7 @@ def iterate(
     (:mod:`.pooled`).
     """
     hi, lo, low, high, crowd = guess
-    n, k, k_rest, tau, inverse, power = aim
+    n, k, k_low, tau, inverse, power = aim
     own_tau = tau
     scale = inverse * unit(L.cdf)
     # as many halves as entries were looked at, those beyond the row's end among them
@@ -584,7 +584,7 @@ def iterate(
                 term_count(L.cdf), T, base, BASED,
             )  # fmt: skip
         hi, lo, trail, done, ok, deep = advance(
-            sums, hi, lo, trail, crowd, done, ok, deep, count, (n, k, k_rest, tau, inverse, power), seen,
+            sums, hi, lo, trail, crowd, done, ok, deep, count, (n, k, k_low, tau, inverse, power), seen,
             warming, floor, L, T.together, POOLED,
         )  # fmt: skip
         count += 1
@@ -606,7 +606,7 @@ def iterate(
 
 @triton.jit
 def find(
-    x, at, origin, there, n_columns, k, k_rest, tau, power, evaluations, L: tl.constexpr, T: tl.constexpr,
+    x, at, origin, there, n_columns, k, k_low, tau, power, evaluations, L: tl.constexpr, T: tl.constexpr,
     AGAIN: tl.constexpr = False,
 ):  # fmt: skip
     """t of rows, and which of them have one. Also returned are 1/τ and n − k. AGAIN is as in
@@ -621,9 +621,9 @@ def find(
             n, first, second = over(x, at, n_columns, moment_terms, wide(origin, T.together), 3, T)
     inverse = inverse_of(tau)
     scale = inverse * unit(L.cdf)
-    rest = n - k
-    ok = (k > 0) & (rest > 0) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
-    ok = ok & holds(n, rest, power, L.cdf)
+    complement = n - k
+    ok = (k > 0) & (complement > 0) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
+    ok = ok & holds(n, complement, power, L.cdf)
 
     per = reciprocal(n)
     offset = first * per
@@ -637,7 +637,7 @@ def find(
         # many entries are undecided for most rows, and then one evaluation of Σy itself is enough
         given = (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together))
         y_sum, f_sum, fy, ff_sum, ffy, fff = over(x, at, n_columns, _ordinary_terms, given, 6, T)
-        miss = ((y_sum - k) - k_rest).to(tl.float32)
+        miss = ((y_sum - k) - k_low).to(tl.float32)
         f_sum, ff_sum, fff = f_sum.to(tl.float32), ff_sum.to(tl.float32), fff.to(tl.float32)
         first_sums = (
             miss,
@@ -650,17 +650,17 @@ def find(
         )
         _, _, beta, gamma, delta, epsilon = series(first_sums, power, L.cdf)
         h, mu = _taylor(miss, f_sum, beta, gamma, delta, epsilon)
-        last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= rest)
+        last = (tl.abs(mu) <= SMALL) & (tl.abs(h) <= SHORT) & (8 * f_sum > k) & (k <= complement)
         hi, lo = two_sum(hi, tl.where(done | ~(tl.abs(mu) < 0.7), 0.0, h) * tau)
         done = done | last
     # bounds on any quantile (Cantelli), a little wider than they need to be; and the entries in a τ
-    ratio = tl.sqrt(k * reciprocal(rest))
+    ratio = tl.sqrt(k * reciprocal(complement))
     low = (origin + offset) - 1.001 * deviation * ratio
     high = (origin + offset) + 1.001 * deviation * reciprocal(ratio)
     crowd = n * tl.exp2(normal * normal * (-0.5 * LOG2E)) * 0.3989423 * tau * per_deviation
     hi, lo, solved = iterate(
-        x, at, n_columns, (hi, lo, low, high, crowd), done, (n, k, k_rest, tau, inverse, power), evaluations,
+        x, at, n_columns, (hi, lo, low, high, crowd), done, (n, k, k_low, tau, inverse, power), evaluations,
         L, T, AGAIN,
     )  # fmt: skip
     ok = ok & solved
-    return hi, lo, ok & there, inverse, rest
+    return hi, lo, ok & there, inverse, complement

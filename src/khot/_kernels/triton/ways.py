@@ -77,7 +77,7 @@ def soft_topk(
     else:
         file = "counted"
     if file == "exact":
-        digits = Digits(layout.rest(k, goal), 0.0, 0.0, 0.0)
+        digits = Digits(layout.third(k, goal), 0.0, 0.0, 0.0)
         kernels(file).solve(source, None, goal, tau_row, found, asked, digits)
     else:
         kernels(file).soft_topk(source, goal, tau_row, found, asked)
@@ -139,7 +139,7 @@ def soft_budget(
     solve(
         layout.rows(x, n), layout.matrix(cost, x), goal, layout.values(tau, batch, x.device),
         Found(y, hi, lo), layout.asked(cdf, shape, by, at_most=at_most),
-        Digits(layout.rest(budget, goal), _slack(n, cost.dtype), 0.0, 0.0),
+        Digits(layout.third(budget, goal), _slack(n, cost.dtype), 0.0, 0.0),
     )  # fmt: skip
     return y, hi, lo
 
