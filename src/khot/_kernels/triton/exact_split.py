@@ -57,6 +57,7 @@ from khot._kernels.triton.functions import (
     OUTPUTS,
     VALUE,
     exponential_tail,
+    extent,
     full_support,
     log_scales,
     place,
@@ -74,9 +75,9 @@ STRAIGHT = tl.constexpr(1e-13)  # of a step's error in τ that kinks between t b
 @triton.jit
 def _part_source(x, row, part, n, length):
     """The source of a part of a row."""
-    start = part.to(tl.int64) * length
+    start, mine = extent(part, n, length)
     x_at = x.pointer + row * x.stride + start
-    return x_at, x_at, 0, tl.minimum(n - start, length).to(tl.int32)
+    return x_at, x_at, 0, mine
 
 
 @triton.jit

@@ -347,6 +347,20 @@ def place(parts):
 
 
 @triton.jit
+def place_last(parts):
+    """The same with the last rows first, of which the cache still has what was read before."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    return (program // parts).to(tl.int64), program % parts
+
+
+@triton.jit
+def extent(part, n, length):
+    """Where a part of a row of n entries starts, and how many it has."""
+    start = part.to(tl.int64) * length
+    return start, tl.minimum(n - start, length).to(tl.int32)
+
+
+@triton.jit
 def chunks(
     fold: tl.constexpr, sums, given, pointer, stride, row, part, n, length,
     COMPUTE: tl.constexpr, CHUNK: tl.constexpr, ABSOLUTE: tl.constexpr = False,

@@ -34,7 +34,7 @@ from khot._kernels.triton.arguments import (
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly, write_sizes_exactly
 from khot._kernels.triton.fast import plus, store, total, wide
-from khot._kernels.triton.functions import HUGE
+from khot._kernels.triton.functions import HUGE, extent, place_last
 from khot._kernels.triton.launch import Variant, launch
 from khot._kernels.triton.pooled import temperature
 from khot._kernels.triton.pooled_rows import find_gamma, pooled_result, pooled_values, write_pooled
@@ -242,13 +242,11 @@ def _write_sizes(
     x, tau, out_pointer, t, state_pointer, n_columns, length, parts, power_high, L: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
-    row, part = (program // parts).to(tl.int64), program % parts
+    row, part = place_last(parts)
     hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
     tau64 = number64(*tau, row)
-    start = part.to(tl.int64) * length
+    start, mine = extent(part, n_columns, length)
     x_at, to = x.pointer + row * x.stride + start, out_pointer + row * n_columns + start
-    mine = tl.minimum(n_columns - start, length).to(tl.int32)
     done = tl.load(state_pointer + row * STATE + STATUS) == DONE
     if done:
         power = tl.zeros((), tl.float32) + power_high

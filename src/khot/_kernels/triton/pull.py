@@ -40,7 +40,7 @@ from khot._kernels.triton.exact import number64, row_source
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import in_two, inverse_of, joined, plus, reciprocal, total, wide
-from khot._kernels.triton.functions import LOG, THRESHOLD, place
+from khot._kernels.triton.functions import LOG, THRESHOLD, extent, place, place_last
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.paid import share_of
 from khot._kernels.triton.rows import entries, inside, numbers, place_rows, rescue
@@ -119,9 +119,8 @@ def _pull_parts(
 ):  # fmt: skip
     row, part = place(parts)
     threshold, ordinary, given = P.prepare(solved, power, row, row >= 0, L, T)
-    start = part.to(tl.int64) * length
+    start, mine = extent(part, n_columns, length)
     at, grad_at = places(pairs, grad, row, start + tl.arange(0, T.width), 1)
-    mine = tl.minimum(n_columns - start, length).to(tl.int32)
     sums, _ = P.sums(at, grad_at, ordinary, mine, given, L, T)
     LEFT: tl.constexpr = P.left
     left = scratch.left + row * LEFT * parts
@@ -145,14 +144,12 @@ def _gradient_parts(
     grad, pairs, solved, to, done_pointer, n_columns, length, parts, power,
     P: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
-    row, part = (program // parts).to(tl.int64), program % parts
+    row, part = place_last(parts)
     if tl.load(done_pointer + row) == 0:
         threshold, _, given = P.prepare(solved, power, row, row >= 0, L, T)
-        start = part.to(tl.int64) * length
+        start, mine = extent(part, n_columns, length)
         column = start + tl.arange(0, T.width)
         at, grad_at = places(pairs, grad, row, column, 1)
-        mine = tl.minimum(n_columns - start, length).to(tl.int32)
         pull = tl.load(to.dgoal + row).to(tl.float32)
         goes = _results(to, row * n_columns + column)
         P.write(at, grad_at, goes, row >= 0, mine, given, pull, threshold, ((), ()), L, T)

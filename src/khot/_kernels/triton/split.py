@@ -31,7 +31,7 @@ from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_magnitude import find_sizes_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import double, in_two, inverse_of, joined, reciprocal, two_sum
-from khot._kernels.triton.functions import NORMAL, full_support, place
+from khot._kernels.triton.functions import NORMAL, extent, full_support, place, place_last
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled import pooled_terms, size, temperature
 from khot._kernels.triton.pooled_rows import find_gamma
@@ -249,9 +249,8 @@ def _sum_parts(
         power = tl.zeros((), tl.float32) + power_high
         hi, lo = tl.load(t.hi + row).to(tl.float32), tl.load(t.lo + row).to(tl.float32)
         left = scratch.left + row * LEFT * parts
-        start = part.to(tl.int64) * length
+        start, mine = extent(part, n_columns, length)
         at = x.pointer + row * x.stride + start + tl.arange(0, T.width)
-        mine = tl.minimum(n_columns - start, length).to(tl.int32)
         base = tl.load(state + BASE)
         threshold = hi + lo
         heat, per_heat, warming = _heat(threshold, own_tau, inverse, POOLED)
@@ -419,10 +418,9 @@ def _finish_parts(
         hi, lo = tl.load(t.hi + row).to(tl.float32), tl.load(t.lo + row).to(tl.float32)
         crowd = tl.load(state + CROWD).to(tl.float32)
         left = scratch.left + row * LEFT * parts
-        start = part.to(tl.int64) * length
+        start, mine = extent(part, n_columns, length)
         column = tl.arange(0, T.width)
         at = x.pointer + row * x.stride + start + column
-        mine = tl.minimum(n_columns - start, length).to(tl.int32)
         low, high = tl.load(state + LOW).to(tl.float32), tl.load(state + HIGH).to(tl.float32)
         buffer = scratch.window + row * window
         base = tl.load(state + BASE)
@@ -497,28 +495,21 @@ def _write_parts(
     x, k, tau, out_pointer, t, state_pointer, n_columns, length, parts, exponent, L: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
-    row, part = (program // parts).to(tl.int64), program % parts
+    row, part = place_last(parts)
     k64, tau64, _, _, _, inverse = _row_numbers(k, tau, row)
     hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
+    start, mine = extent(part, n_columns, length)
+    x_at, to = x.pointer + row * x.stride + start, out_pointer + row * n_columns + start
     done = tl.load(state_pointer + row * STATE + STATUS) == DONE
     if done:
         hi, lo = hi64.to(tl.float32), lo64.to(tl.float32)
         power = tl.zeros((), tl.float32) + exponent[0]
         values = row_values(hi, lo, inverse, 2 * k64 > n_columns, power, L.cdf, 1)
-        start = part.to(tl.int64) * length
-        mine = tl.minimum(n_columns - start, length).to(tl.int32)
         column = tl.arange(0, T.width)
-        at = x.pointer + row * x.stride + start + column
-        to = out_pointer + row * n_columns + start + column
-        write_backwards(at, to, 0, mine, done, values, L, T)
+        write_backwards(x_at + column, to + column, 0, mine, done, values, L, T)
     else:
-        start = part.to(tl.int64) * length
-        x_at = x.pointer + row * x.stride + start
-        source = (x_at, x_at, 0, tl.minimum(n_columns - start, length).to(tl.int32))
         threshold = (hi64, lo64, tau64, joined(*exponent))
-        to = out_pointer + row * n_columns + start
-        write_exactly(to, source, threshold, L.cdf, BY_COUNT, L.output, T.chunk)
+        write_exactly(to, (x_at, x_at, 0, mine), threshold, L.cdf, BY_COUNT, L.output, T.chunk)
 
 
 KERNELS = (_sample_rows, _sum_parts, _finish_parts, _write_parts)

@@ -31,7 +31,7 @@ from khot._kernels.triton.counted import row_values
 from khot._kernels.triton.exact import find_exactly, number64, write_exactly
 from khot._kernels.triton.exact_sums import BY_VALUE
 from khot._kernels.triton.fast import inverse_of, joined
-from khot._kernels.triton.functions import VALUE, place, put
+from khot._kernels.triton.functions import VALUE, extent, place, place_last, put
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.paid import (
     bracket,
@@ -61,14 +61,14 @@ STATE = tl.constexpr(18)
 @triton.jit
 def part_of(pairs, row, part, n, length, WIDTH: tl.constexpr):
     """Where the scores and costs of a part lie, how many they are, and which column is its first."""
-    start = part.to(tl.int64) * length
+    start, mine = extent(part, n, length)
     column = start + tl.arange(0, WIDTH)
     at = (
         pairs.x.pointer + row * pairs.x.stride + column,
         pairs.other.pointer + row * pairs.other.row + column * pairs.other.column,
         pairs.other.column,
     )
-    return at, tl.minimum(n - start, length).to(tl.int32), start
+    return at, mine, start
 
 
 @triton.jit
@@ -286,8 +286,7 @@ def _write_budget_parts(
     pairs, budget, tau, out_pointer, t, state_pointer, n_columns, length, parts, exponent, L: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: the cache still has them
-    row, part = (program // parts).to(tl.int64), program % parts
+    row, part = place_last(parts)
     at, mine, start = part_of(pairs, row, part, n_columns, length, T.width)
     state = state_pointer + row * STATE
     done = tl.load(state + STATUS) == DONE

@@ -23,7 +23,7 @@ from khot._kernels.triton import layout, split
 from khot._kernels.triton.arguments import Found, Rows, Scratch, Threshold, Values
 from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import in_two, inverse_of, joined
-from khot._kernels.triton.functions import place
+from khot._kernels.triton.functions import extent, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.losses import (
     losses_exactly,
@@ -46,9 +46,8 @@ def _target_parts(
     target, counter_pointer, left_pointer, n_columns, length, parts, T: tl.constexpr,
 ):  # fmt: skip
     row, part = place(parts)
-    start = part.to(tl.int64) * length
+    start, mine = extent(part, n_columns, length)
     at = target.pointer + row * target.stride + start + tl.arange(0, T.width)
-    mine = tl.minimum(n_columns - start, length).to(tl.int32)
     mass, softness = target_sums(at, row >= 0, mine, 1, T.pieces, T.width)
     left = left_pointer + row * LEFT * parts + part
     tl.store(left, mass)
@@ -70,9 +69,8 @@ def _loss_parts(
     tau64 = number64(*tau, row)
     own_tau = tau64.to(tl.float32)
     hi64, lo64 = tl.load(t.hi + row), tl.load(t.lo + row)
-    start = part.to(tl.int64) * length
+    start, mine = extent(part, n_columns, length)
     x_at, target_at = x.pointer + row * x.stride + start, target.pointer + row * target.stride + start
-    mine = tl.minimum(n_columns - start, length).to(tl.int32)
     loss = per64 * 0 + float("nan")
     if tl.load(scratch.state + row * STATE + STATUS) == DONE:
         scale = inverse_of(own_tau) * unit(L.cdf)
@@ -112,10 +110,9 @@ def _pull_loss_parts(
     own_grad = number64(*grad, row)
     tau64 = number64(*tau, row)
     hi, middle = in_two(hi64)
-    start = part.to(tl.int64) * length
+    start, mine = extent(part, n_columns, length)
     x_at, target_at = x.pointer + row * x.stride + start, target.pointer + row * target.stride + start
     to = dx_pointer + row * n_columns + start
-    mine = tl.minimum(n_columns - start, length).to(tl.int32)
     if pulls(row >= 0, hi, loss, tau64.to(tl.float32)):
         column = tl.arange(0, T.width)
         moved = pull(

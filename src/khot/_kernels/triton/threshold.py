@@ -535,7 +535,7 @@ def iterate(
     this kind.
 
     A guess is hi, lo, the bracket of t, and how many entries lie in a τ there; what is aimed at is n, k and
-    its low part, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
+    k_low, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
     are held: in a gap, which few rows have to search, there are not registers enough for both. BASED and base
     are as in :func:`over`: BASED, t is less base, too. If entries have costs, k is a budget and n what all
     entries cost; grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32
