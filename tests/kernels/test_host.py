@@ -138,8 +138,8 @@ def test_recorded_and_forward_derivatives_of_projections_wait_for_nothing(
     places = [torch.empty(4, N, dtype=torch.int32, device="cuda") for _ in range(3)]
     for tau in (rates, torch.tensor(0.5)):  # a number stays on the CPU
         permutahedron.permutahedron_backward(z, z, w, tau, *places, regularization, True)
-        permutahedron.jvp_permutahedron(z, w, None, z, w, tau, *places, regularization)
-    permutahedron.jvp_permutahedron(z, w, rates, z, w, rates, *places, regularization)
+        permutahedron.jvp_permutahedron((z, w, None), (z, w, tau, *places), regularization)
+    permutahedron.jvp_permutahedron((z, w, rates), (z, w, rates, *places), regularization)
 
 
 def test_no_pruning_copies_its_settings(device: Device) -> None:

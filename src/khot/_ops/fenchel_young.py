@@ -74,7 +74,7 @@ class _Rule(Rule):
     ) -> Any:
         x, target, k, tau, *_rest = ctx.saved_tensors
         share, hi, lo = _solved(x, target, k, tau, ctx.cdf)
-        out = jvp_loss((dx, dtarget, dtau), x, target, share, hi, lo, on(x.device, tau), ctx.cdf)
+        out = jvp_loss((dx, dtarget, dtau), (x, target, share, hi, lo, on(x.device, tau)), ctx.cdf)
         return out, None, None, None
 
     @staticmethod

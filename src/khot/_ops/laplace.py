@@ -127,7 +127,8 @@ class _Count(_Rule):
         ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[Tensor, None, None]:
         saved, descending = ctx.saved_tensors, ctx.descending
-        return kernels.jvp_count(dx, dlevels, dtau, *saved, descending=descending, scan=scan), None, None
+        drank = kernels.jvp_count((dx, dlevels, dtau), saved, descending=descending, scan=scan)
+        return drank, None, None
 
 
 class _CentredRank(Rule):
@@ -151,7 +152,7 @@ class _CentredRank(Rule):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dtau: Tensor | None) -> tuple[Tensor, None]:
         x, *saved = ctx.saved_tensors
-        drank = kernels.jvp_count(dx, None, dtau, widen(x), *saved, scan=scan)
+        drank = kernels.jvp_count((dx, None, dtau), (widen(x), *saved), scan=scan)
         return drank.to(torch.promote_types(x.dtype, torch.float32)), None
 
 
@@ -169,12 +170,8 @@ class _Thresholds(_Rule):
         ctx: Any, dx: Tensor | None, dlevels: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[None, Tensor, None, None]:
         saved, descending = ctx.saved_tensors, ctx.descending
-        return (
-            None,
-            kernels.jvp_thresholds(dx, dlevels, dtau, *saved, descending=descending, scan=scan),
-            None,
-            None,
-        )
+        dt = kernels.jvp_thresholds((dx, dlevels, dtau), saved, descending=descending, scan=scan)
+        return None, dt, None, None
 
 
 def _count_fake(x: Tensor, levels: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

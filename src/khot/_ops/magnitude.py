@@ -77,8 +77,7 @@ class _Rule(Rule):
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dk: None, dtau: Tensor | None, *_: None) -> Any:
-        x, y, k, hi, lo, tau = ctx.saved_tensors
-        dy, dlo = kernels.jvp(dx, dtau, x, y, k, hi, lo, tau, ctx.p, ctx.signed, rows.of(ctx.group))
+        dy, dlo = kernels.jvp((dx, dtau), ctx.saved_tensors, ctx.p, ctx.signed, rows.of(ctx.group))
         return dy, None, dlo
 
     @staticmethod

@@ -112,8 +112,7 @@ class _Rule(Rule):
     def jvp(
         ctx: Any, dz: Tensor | None, dw: Tensor | None, dtau: Tensor | None, *_: None
     ) -> tuple[Tensor, None, None, None]:
-        z, w, tau, order, w_order, start = ctx.saved_tensors
-        dy = kernels.jvp_permutahedron(dz, dw, dtau, z, w, tau, order, w_order, start, ctx.regularization)
+        dy = kernels.jvp_permutahedron((dz, dw, dtau), ctx.saved_tensors, ctx.regularization)
         return dy, None, None, None
 
 

@@ -85,7 +85,7 @@ class _Rule(Rule):
         turned = None if dtau is None else dtau.expand(x.shape[:-1]).unsqueeze(-1).expand(hi.shape)
         dlo = implicit.jvp(each, None, None, turned, _solved(x, tau, hi, lo, F))[1]
         spread = None if dtau is None else dtau.expand(x.shape[:-1])
-        moved = kernels.jvp_shares(dx, dlo, spread, x, hi, lo, tau, F)
+        moved = kernels.jvp_shares((dx, dlo, spread), x, hi, lo, tau, F)
         return moved.diff(dim=-2).to(x.dtype), None, dlo
 
 

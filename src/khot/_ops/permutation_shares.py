@@ -55,7 +55,7 @@ class _Rule(Rule):
         ctx: Any, dx: Tensor | None, dhi: None, dlo: Tensor | None, dtau: Tensor | None, *_: None
     ) -> Tensor:
         x, hi, lo, tau = ctx.saved_tensors
-        moved = kernels.jvp_shares(dx, dlo, dtau, x, hi, lo, tau, cdfs.resolve(*ctx.key))
+        moved = kernels.jvp_shares((dx, dlo, dtau), x, hi, lo, tau, cdfs.resolve(*ctx.key))
         return moved.diff(dim=-2).to(x.dtype)
 
 

@@ -57,8 +57,7 @@ class _Rule(Rule):
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dat: Tensor | None, dtau: Tensor | None, *_: None) -> Tensor:
-        x, at, tau = ctx.saved_tensors
-        return jvp_count(dx, dat, dtau, x, at, tau, ctx.cdf, ctx.centred, rows.of(ctx.group))
+        return jvp_count((dx, dat, dtau), ctx.saved_tensors, ctx.cdf, ctx.centred, rows.of(ctx.group))
 
 
 def _fake(x: Tensor, at: Tensor, tau: Tensor, cdf: str, shape: float, centred: bool) -> Tensor:

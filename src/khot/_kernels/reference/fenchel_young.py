@@ -129,19 +129,10 @@ def _sums(target: Tensor) -> Tensor:
     return sums.masked_fill(sums == 0, 1)
 
 
-def jvp_loss(
-    tangents: tuple[Tensor | None, ...],
-    x: Tensor,
-    target: Tensor,
-    share: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    F: CDF,
-) -> Tensor:
-    """Forward mode, for the tangents of x, the target and τ."""
-    dx, dtarget, dtau = tangents
-    terms = _terms(x, target, share, hi, lo, tau)
+def jvp_loss(tangents: tuple[Tensor | None, ...], solved: tuple[Tensor, ...], F: CDF) -> Tensor:
+    """Forward mode, for the tangents of x, the target and τ, from what :func:`loss_of` is given."""
+    (dx, dtarget, dtau), (x, target, share, *_) = tangents, solved
+    terms = _terms(*solved)
     e, rate = _rates(terms, F)
     out = torch.zeros(x.shape[:-1], dtype=wide_dtype(x.device), device=x.device)
     if dx is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,19 +231,10 @@ def laplace_count_backward(
 
 
 def jvp_count(
-    dx: Tensor | None,
-    dlevels: Tensor | None,
-    dtau: Tensor | None,
-    x: Tensor,
-    order: Tensor,
-    levels: Tensor | None,
-    place: Tensor,
-    tau: Tensor,
-    *,
-    descending: bool = True,
-    scan: Scan,
+    tangents: tuple[Tensor | None, ...], saved: tuple[Any, ...], *, descending: bool = True, scan: Scan
 ) -> Tensor:
-    """Forward mode."""
+    """Forward mode, for the tangents of x, the levels and τ."""
+    (dx, dlevels, dtau), (x, order, levels, place, tau) = tangents, saved
     s = _sorted(x, order, tau, scan)
     v = None if dx is None else widen(dx).gather(-1, s.order)
     by_tau = 0 if dtau is None else widen(dtau).expand(s.tau.shape).unsqueeze(-1)
@@ -402,19 +393,10 @@ def laplace_thresholds_backward(
 
 
 def jvp_thresholds(
-    dx: Tensor | None,
-    dlevels: Tensor | None,
-    dtau: Tensor | None,
-    x: Tensor,
-    order: Tensor,
-    levels: Tensor | None,
-    place: Tensor,
-    tau: Tensor,
-    *,
-    descending: bool = True,
-    scan: Scan,
+    tangents: tuple[Tensor | None, ...], saved: tuple[Any, ...], *, descending: bool = True, scan: Scan
 ) -> Tensor:
-    """Forward mode: the tangent of t."""
+    """Forward mode, as :func:`jvp_count`: the tangent of t."""
+    (dx, dlevels, dtau), (x, order, levels, place, tau) = tangents, saved
     s, g, d = _linearize(x, order, levels, place, tau, scan)
     out = torch.zeros_like(d.z_mean)
     if dx is not None:

@@ -297,23 +297,14 @@ def soft_topk_magnitude_backward(
 
 
 def jvp(
-    dx: Tensor | None,
-    dtau: Tensor | None,
-    x: Tensor,
-    y: Tensor,
-    k: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    p: float,
-    signed: bool,
-    row: Row,
+    tangents: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], p: float, signed: bool, row: Row
 ) -> tuple[Tensor, Tensor]:
-    """Forward mode: the tangents of y and of lo."""
+    """Forward mode, for the tangents of x and τ: those of y and of lo."""
+    (dx, dtau), (x, y, k, hi, lo, tau) = tangents, saved
     if signed:
         sign = signs(x)
         ds = None if dx is None else dx * sign
-        dy, dlo = jvp(ds, dtau, x * sign, y * sign, k, hi, lo, tau, p, False, row)
+        dy, dlo = jvp((ds, dtau), (x * sign, y * sign, k, hi, lo, tau), p, False, row)
         return dy * sign, dlo
     k, tau = on(hi.device, k), on(hi.device, tau)
     d = _linearize(x, y, hi, lo, tau, p)

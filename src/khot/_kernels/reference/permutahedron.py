@@ -303,18 +303,10 @@ def permutahedron_backward(
 
 
 def jvp_permutahedron(
-    dz: Tensor | None,
-    dw: Tensor | None,
-    dtau: Tensor | None,
-    z: Tensor,
-    w: Tensor,
-    tau: Tensor,
-    order: Tensor,
-    w_order: Tensor,
-    start: Tensor,
-    regularization: str,
+    tangents: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], regularization: str
 ) -> Tensor:
-    """Forward mode."""
+    """Forward mode, for the tangents of z, w and τ; saved are these and the blocks."""
+    (dz, dw, dtau), (z, w, tau, order, w_order, start) = tangents, saved
     d = _linearize(z, w, tau, order, w_order, start, regularization)
     du, dv = torch.zeros_like(d.a), torch.zeros_like(d.a)
     if dz is not None:

@@ -64,16 +64,10 @@ def vjp_shares(
 
 
 def jvp_shares(
-    dx: Tensor | None,
-    dlo: Tensor | None,
-    dtau: Tensor | None,
-    x: Tensor,
-    hi: Tensor,
-    lo: Tensor,
-    tau: Tensor,
-    F: CDF,
+    tangents: tuple[Tensor | None, ...], x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF
 ) -> Tensor:
-    """The tangent of F at each threshold, which is that of P after ``diff``."""
+    """The tangent of F at each threshold, which is that of P after ``diff``, from those of x, lo and τ."""
+    dx, dlo, dtau = tangents
     z, f = _density(x, hi, lo, tau, F)
     moved = torch.zeros_like(f)
     if dx is not None:

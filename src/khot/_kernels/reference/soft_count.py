@@ -125,20 +125,14 @@ def soft_count_backward(
 
 
 def jvp_count(
-    dx: Tensor | None,
-    dat: Tensor | None,
-    dtau: Tensor | None,
-    x: Tensor,
-    at: Tensor,
-    tau: Tensor,
-    F: CDF,
-    centred: bool,
-    row: Row,
+    tangents: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], F: CDF, centred: bool, row: Row
 ) -> Tensor:
-    """Forward mode, in which one level for all rows is a constant."""
+    """Forward mode, for the tangents of x, the levels and τ. One level for all rows is a constant."""
+    (dx, dat, dtau), (x, at, tau) = tangents, saved
     tau = on(x.device, tau)
     if not at.dim():
-        return jvp_count(dx, None, dtau, x, of_rows(at, x), tau, F, centred, row).squeeze(-1).to(x.dtype)
+        of_level = jvp_count((dx, None, dtau), (x, of_rows(at, x), tau), F, centred, row)
+        return of_level.squeeze(-1).to(x.dtype)
     scale = widen(tau).expand(x.shape[:-1]).unsqueeze(-1)
     out = [torch.empty_like(at[..., :0], dtype=wide_dtype(x.device))]
     for part in _groups(x, at):
