@@ -51,12 +51,13 @@ class Rule:
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor | None, ...]:
-        """The tensors that both modes need. Other values become attributes of ``ctx``.
+        """The tensors that both modes need: the inputs, if no more is said. Other values become attributes of
+        ``ctx``.
 
         ``ctx.group`` is there: the names of the process groups that the rows are spread over; "" for whole
         rows.
         """
-        return ()
+        return inputs
 
     @staticmethod
     def vjp(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -18,10 +18,6 @@ class _Rule(Rule):
     own_dims = (1, 1)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
-        return inputs
-
-    @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         both, weight = ctx.saved_tensors
         pulled, to_weight = _interpolate_backward.pull(both, weight, grad)

@@ -45,10 +45,6 @@ class _Rule(Rule):
     own_dims = (2, 2)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
-        return inputs
-
-    @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         grad = grad.to(a.dtype)

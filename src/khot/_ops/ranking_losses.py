@@ -79,10 +79,6 @@ class _Correlation(Rule):
     constants = (1,)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> tuple[Tensor, ...]:
-        return inputs
-
-    @staticmethod
     def vjp(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None]:
         return _correlation_loss_backward.pull(grad, *ctx.saved_tensors), None
 

@@ -240,10 +240,6 @@ class _Sum(Rule):
     own_dims = (2, 2, 2)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
-        return inputs
-
-    @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         w, M, i = ctx.saved_tensors
         dw = in_dtype(_dot(grad, M, i, None, None), w.dtype) if ctx.needs_input_grad[0] else None
