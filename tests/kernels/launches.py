@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 from triton import knobs
@@ -67,28 +66,6 @@ def test_kernels_that_triton_compiles_are_plain() -> None:
     constants = {"TOGETHER": 1, "WIDTH": 64}
     source = compiler.ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), constants)
     assert native._is_plain(compiler.compile(source, driver.active.get_current_target()).metadata)
-
-
-def test_a_prepared_launch_is_that_of_the_ordinary_way(seen: list[recorded.Launch]) -> None:
-    x, grad = scores(37, 33), scores(37, 33)
-    call = lambda x: khot.soft_topk(x, 2.7, tau=0.3)  # noqa: E731
-    prepare(call, x)
-    seen.clear()
-    with ordinary():
-        with_gradient(call, x, grad)
-    with ordinary(start=False):
-        with_gradient(call, x, grad)
-    with answers() as answered:
-        with_gradient(call, x, grad)
-    assert answered == [True] and len(seen) == 6
-    for tritons, started, prepared in zip(seen[:2], seen[2:4], seen[4:], strict=True):
-        kept = list(recorded.compiled[prepared.function - 1].kept.values())
-        # results lie at other addresses
-        numbers = [i for i, kind in enumerate(kept) if not kind.startswith("*")] + [len(kept), len(kept) + 1]
-        for other in (tritons, started):
-            assert (prepared.function, prepared.place) == (other.function, other.place)
-            assert [prepared.values[i] for i in numbers] == [other.values[i] for i in numbers]
-    assert seen[4].values[0] == x.data_ptr() and seen[5].values[0] == grad.data_ptr()
 
 
 def test_a_kernel_with_more_than_parameters_takes_tritons_own_way() -> None:
@@ -210,23 +187,6 @@ def test_the_node_is_like_any_other(seen: list[recorded.Launch]) -> None:
         rows = torch.autograd.grad(y, x, torch.eye(192).view(192, 6, 32), is_grads_batched=True)[0]
         assert rows.shape == (192, 6, 32)
     assert all(answered)
-
-
-def test_second_derivatives_are_those_of_the_ordinary_way(seen: list[recorded.Launch]) -> None:
-    x, v = scores(6, 32).requires_grad_(), scores(6, 32).flip(0)
-
-    def derivatives() -> list[Tensor]:
-        y = khot.soft_topk(x, 3, tau=0.7)
-        (dx,) = torch.autograd.grad(y, x, v, create_graph=True)
-        return [y.detach(), dx.detach(), *torch.autograd.grad(dx.square().sum(), x)]
-
-    with ordinary():
-        wanted = derivatives()
-    derivatives()
-    with answers() as answered:
-        found = derivatives()
-    assert answered == [True]
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(found, wanted, strict=True))
 
 
 def test_threads_share_what_is_prepared(seen: list[recorded.Launch]) -> None:

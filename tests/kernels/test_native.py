@@ -40,7 +40,7 @@ def test_launches_without_python(tmp_path: Path) -> None:
     }
     files = [
         f"tests/kernels/{name}.py"
-        for name in ("launches", "launches_plans", "launches_plain", "launches_learned", "launches_samples")
+        for name in ("launches", "launches_plans", "launches_calls", "launches_samples")
     ]
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
