@@ -43,14 +43,16 @@ class Function(NamedTuple):
     call: Callable[..., Tensor]
 
 
-#: They count 2, or count above 0.3, along the last dimension.
+#: They count 2, or count above 0.3, along the last dimension. The last one has no CDF.
 FUNCTIONS = {
     "y": Function("soft_topk", lambda x, **rest: khot.soft_topk(x, 2, **rest)),
     "log": Function("soft_topk", lambda x, **rest: khot.log_soft_topk(x, 2, **rest)),
     "count": Function("soft_count", lambda x, **rest: khot.soft_count(x, 0.3, **rest)),
     "threshold": Function("inverse_soft_count", lambda x, **rest: khot.inverse_soft_count(x, 2, **rest)),
+    "topk": Function("topk", lambda x, **rest: khot.topk(x, 2).values),
 }
 every_function = pytest.mark.parametrize("output", FUNCTIONS)
+with_a_cdf = pytest.mark.parametrize("output", list(FUNCTIONS)[:-1])
 
 
 def outcome(run: Callable[[], Any]) -> Any:
@@ -61,6 +63,8 @@ def outcome(run: Callable[[], Any]) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(same, a, b))
     if not isinstance(a, Tensor):
         return bool(a == b)
     if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
@@ -121,7 +125,7 @@ def both(run: Callable[[], Any]) -> tuple[Any, Any]:
         return here, outcome(run)
 
 
-SELECTIONS: list[Callable[[Tensor, Any], Tensor]] = [
+SELECTIONS: list[Callable[[Tensor, Any], Any]] = [
     khot.topk_mask,
     lambda x, k: khot.topk_mask(x, k, 0),
     lambda x, k: khot.topk_mask(x, k, largest=False),
@@ -135,6 +139,12 @@ SELECTIONS: list[Callable[[Tensor, Any], Tensor]] = [
     lambda x, k: khot.soft_topk(x, k, 0).clone(memory_format=torch.contiguous_format),
     lambda x, k: khot.soft_topk(x, k, x.dim() - 1, tau=3),
     partial(khot.soft_topk, hard=True),
+    khot.topk,
+    lambda x, k: khot.topk(x, k, 0),
+    lambda x, k: khot.topk(x, k, x.dim() - 1, False),
+    lambda x, k: khot.topk(x, k, -1, True, False),
+    lambda x, k: khot.topk(x, k, -1, 1),  # type: ignore[arg-type]
+    lambda x, k: khot.topk(x, k, -1, True, None),  # type: ignore[arg-type]
 ]
 TAUS: tuple[Any, ...] = (
     1.0,
@@ -179,7 +189,7 @@ def test_first_gradients_have_the_same_bits(cdf: Any, dtype: torch.dtype, output
     name, function = FUNCTIONS[output]
     for x in (scores(4, 64), scores(2, 3, 9), scores(7), scores(6, 12).round(), ROWS["infinite"]):
         leaf = x.to(dtype).requires_grad_()
-        shape = x.shape if output in ("y", "log") else x.shape[:-1]
+        shape = function(leaf).shape
         weights = (
             scores(*shape, seed=1),
             torch.ones(()).expand(shape),
@@ -215,16 +225,17 @@ def test_rows_that_do_not_lie_in_order(output: str, cdf: Any) -> None:
         (scores(4, 18), lambda x: x[:, ::2]),
     ):
         name, function = FUNCTIONS[output]
-        leaf, weights = base.requires_grad_(), scores(4, 9, seed=1)
-        if output not in ("y", "log"):
-            weights = weights[:, 0]
+        leaf = base.requires_grad_()
+        weights = scores(*function(view(leaf)).shape, seed=1)
         with answers(name) as answered:
             y = function(view(leaf), tau=0.7, cdf=cdf)
+            y = y.square() if output == "topk" else y  # which is linear
             (here,) = torch.autograd.grad(y, leaf, weights, create_graph=True)
             (second,) = torch.autograd.grad(here.square().sum(), leaf)
         assert answered[0]
         with ordinary():
             z = function(view(leaf), tau=0.7, cdf=cdf)
+            z = z.square() if output == "topk" else z
             (there,) = torch.autograd.grad(z, leaf, weights, create_graph=True)
             (other,) = torch.autograd.grad(there.square().sum(), leaf)
         assert same(y, z) and same(here, there)
@@ -465,84 +476,73 @@ def test_hard_masks_of_rows_that_do_not_lie_in_order() -> None:
 @pytest.mark.parametrize("cdf", CDFS[:3])
 @every_function
 def test_gradients_are_right_to_second_order(cdf: Any, output: str) -> None:
+    """And those of the third are those of the ordinary way."""
     name, function = FUNCTIONS[output]
     x = scores(3, 6, dtype=torch.float64).requires_grad_()
+    call = partial(function, tau=0.8, cdf=cdf)
+
+    def third() -> Tensor:
+        value, seed = call(x), 3
+        for _ in range(3):
+            value = (value * scores(*value.shape, seed=seed, dtype=x.dtype)).sum()
+            value, seed = torch.autograd.grad(value, x, create_graph=True)[0], seed + 1
+        return value.detach()
+
     with answers(name) as answered:
-        assert torch.autograd.gradcheck(lambda x: function(x, tau=0.8, cdf=cdf), x, check_batched_grad=True)
-        assert torch.autograd.gradgradcheck(
-            lambda x: function(x, tau=0.8, cdf=cdf), x, check_batched_grad=True
-        )
+        assert torch.autograd.gradcheck(call, x, check_batched_grad=True)
+        assert torch.autograd.gradgradcheck(call, x, check_batched_grad=True)
+        found = third() if output != "topk" else x  # which is linear
     assert all(answered)
-
-
-def third(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    leaf = x.clone().requires_grad_()
-    value = function(leaf)
-    value = (value * scores(*value.shape, seed=3, dtype=x.dtype)).sum()
-    for order in range(3):
-        (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
-        value = (gradient * scores(*x.shape, seed=4 + order, dtype=x.dtype)).sum()
-    return gradient.detach()
+    with ordinary():
+        torch.testing.assert_close(found, third() if output != "topk" else x, rtol=1e-10, atol=1e-12)
 
 
 @every_function
-def test_third_derivatives_agree(output: str) -> None:
-    x = scores(3, 6, dtype=torch.float64)
-    here = third(FUNCTIONS[output].call, x)
-    with ordinary():
-        there = third(FUNCTIONS[output].call, x)
-    assert torch.allclose(here, there, rtol=1e-10, atol=1e-12)
-
-
-def test_what_is_not_plain_takes_the_ordinary_way() -> None:
-    x = scores(4, 9)
+def test_what_is_not_plain_takes_the_ordinary_way(output: str) -> None:
+    name, call = FUNCTIONS[output]
+    x, operator = scores(4, 9), getattr(khot, name if output != "log" else "log_soft_topk")
 
     class Own(Tensor):
         pass
 
-    def tangent() -> None:
+    with answers(name) as answered:
         with forward_ad.dual_level():
-            y = khot.soft_topk(forward_ad.make_dual(x, torch.ones_like(x)), 2)
-            assert forward_ad.unpack_dual(y).tangent is not None
-            tau = torch.ones(4)
-            y = khot.soft_topk(x, 2, tau=forward_ad.make_dual(tau, tau))
-            assert forward_ad.unpack_dual(y).tangent is not None
+            assert (
+                forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x)))).tangent is not None
+            )
+        torch.func.vmap(call)(x)
+        torch.func.grad(lambda x: call(x).flatten()[0])(x)
+        torch.func.vmap(lambda _: call(x))(x)  # not mapped, but a transform is on
+        call(x.to("meta"))
+        call(x.as_subclass(Own))
+        call(torch.randn(2, 9, dtype=torch.complex64).conj().imag)  # with the negative bit
+        if output == "topk":
+            operator(x, 0)
+        else:
+            call(x, cdf=khot.cdfs.Power(1.5))
+        if output not in ("y", "log"):
+            operator(x, 2, 0)
+        if output in ("count", "threshold"):
+            for level in (torch.tensor(2.0, requires_grad=True), torch.full((4,), 2), torch.full((4, 3), 2)):
+                operator(x, level)
+            call(x, tau=torch.tensor(1.0, requires_grad=True))
+    assert answered == [False] * len(answered) and len(answered) >= 8
 
+
+def test_other_soft_calls_that_are_not_plain() -> None:
+    x = scores(4, 9)
     with answers("soft_topk") as answered:
-        tangent()
-        torch.func.vmap(lambda row: khot.soft_topk(row, 2))(x)
-        torch.func.grad(lambda x: khot.soft_topk(x, 2)[0, 0])(x)
-        torch.func.vmap(lambda _: khot.soft_topk(x, 2))(x)  # not mapped, but a transform is on
-        khot.soft_topk(x.to("meta"), 2)
-        khot.soft_topk(x.as_subclass(Own), 2)
-        khot.soft_topk(torch.randn(2, 9, dtype=torch.complex64).conj().imag, 2)  # with the negative bit
+        with forward_ad.dual_level():
+            y = khot.soft_topk(x, 2, tau=forward_ad.make_dual(torch.ones(4), torch.ones(4)))
+            assert forward_ad.unpack_dual(y).tangent is not None
         khot.soft_topk(x, 2, mask=(x > -9).mT.contiguous().mT)
         khot.soft_topk(x, 2, mask=(x > -9)[:, :1].expand_as(x))
         khot.soft_topk(x, 2, largest=False)
-        khot.soft_topk(x, 2, cdf=khot.cdfs.Power(1.5))
         khot.soft_topk(x, torch.tensor([2, 3, 2, 3], dtype=torch.int16))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.jit.trace(lambda x: khot.soft_topk(x, 2), x, check_trace=False)
-    assert answered == [False] * len(answered) and len(answered) >= 11
-
-
-@pytest.mark.parametrize("name", ["soft_count", "inverse_soft_count"])
-def test_counts_that_are_not_plain_take_the_ordinary_way(name: str) -> None:
-    call, x = getattr(khot, name), scores(4, 9)
-    with answers(name) as answered:
-        with forward_ad.dual_level():
-            count = call(forward_ad.make_dual(x, torch.ones_like(x)), 2)
-            assert forward_ad.unpack_dual(count).tangent is not None
-        torch.func.vmap(lambda row: call(row, 2))(x)
-        torch.func.grad(lambda x: call(x, 2)[0])(x)
-        call(x.to("meta"), 2)
-        call(x, 2, cdf=khot.cdfs.Power(1.5))
-        call(x, 2, 0)
-        for level in (torch.tensor(2.0, requires_grad=True), torch.full((4,), 2), torch.full((4, 3), 2)):
-            call(x, level)
-        call(x, 2, tau=torch.tensor(1.0, requires_grad=True))
-    assert answered == [False] * 10
+    assert answered == [False] * len(answered) and len(answered) >= 6
 
 
 def test_large_calls_and_their_gradients_are_shared_among_threads_alike() -> None:
@@ -551,10 +551,9 @@ def test_large_calls_and_their_gradients_are_shared_among_threads_alike() -> Non
         torch.set_num_threads(3)
         for shape in ((999, 40), (40, 1_000), (1, 300_000)):
             x, v = scores(*shape).requires_grad_(), scores(*shape, seed=1)
-            found, wanted = both(lambda x=x: khot.topk(x.detach(), 9))  # type: ignore[misc]
-            assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+            assert same(*both(lambda x=x: khot.topk(x.detach(), 9)))  # type: ignore[misc]
             for output, (name, function) in FUNCTIONS.items():
-                grad = v if output in ("y", "log") else v[:, 0]
+                grad = v if output in ("y", "log") else v[:, :2] if output == "topk" else v[:, 0]
                 with answers(name) as answered:
                     y = function(x)
                     here = [y, *torch.autograd.grad(y, x, grad)]
@@ -590,11 +589,12 @@ def test_it_is_a_node_of_autograd_like_any_other(output: str) -> None:
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
 
-    changed = x * 1
-    y = call(changed)
-    changed.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    if output != "topk":  # whose gradient needs the places alone
+        changed = x * 1
+        y = call(changed)
+        changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
     packed: list[Tensor] = []
 
@@ -614,76 +614,6 @@ def test_it_is_a_node_of_autograd_like_any_other(output: str) -> None:
     checkpointed = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
     (here,) = torch.autograd.grad(checkpointed, x, torch.ones_like(y))
     assert torch.equal(here, torch.autograd.grad(call(x), x, torch.ones_like(y))[0])
-
-
-def value_of_topk(x: Tensor, k: Any = 2, **rest: Any) -> Tensor:
-    return khot.topk(x, k, **rest).values
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("k", KS, ids=str)
-def test_topk_is_that_of_the_ordinary_way(rows: str, k: Any) -> None:
-    """Entries, indices, types and errors; the dtypes by turns."""
-    turn = list(ROWS).index(rows) + [str(each) for each in KS].index(str(k))
-    last = ROWS[rows].dim() - 1
-    for i, rest in enumerate(((), (0,), (last, False), (-1, True, False), (-1, 1), (-1, True, None))):
-        x = ROWS[rows].to(DTYPES[(i + turn) % len(DTYPES)])
-        here, there = both(lambda x=x, rest=rest: khot.topk(x, k, *rest))  # type: ignore[misc]
-        assert type(here) is type(there)
-        assert all(same(a, b) for a, b in zip(here, there, strict=True)), (rest, here, there)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gradient_of_topk_is_that_of_the_ordinary_way(dtype: torch.dtype) -> None:
-    for base, view in (
-        (scores(6, 12).round(), lambda x: x),
-        (scores(9, 4), lambda x: x.mT),
-        (scores(3, 400), lambda x: x),
-        (scores(7), lambda x: x),
-    ):
-        leaf = base.to(dtype).requires_grad_()
-
-        def gradients(leaf: Tensor = leaf, view: Callable[[Tensor], Tensor] = view) -> list[Tensor]:
-            values, indices = khot.topk(view(leaf), 3)
-            assert values.requires_grad and not indices.requires_grad
-            grad = torch.autograd.grad(values.square().sum(), leaf, create_graph=True)[0]
-            return [values, indices, grad, *torch.autograd.grad(grad.square().sum(), leaf)]
-
-        with answers("topk") as answered:
-            here = gradients()
-        assert answered == [True]
-        with ordinary():
-            there = gradients()
-        assert all(same(a, b) for a, b in zip(here, there, strict=True))
-
-
-def test_the_node_of_topk_is_like_any_other() -> None:
-    x = scores(4, 9, dtype=torch.float64).requires_grad_()
-    with answers("topk") as answered:
-        assert torch.autograd.gradcheck(value_of_topk, x, check_batched_grad=True)
-        assert torch.autograd.gradgradcheck(value_of_topk, x, check_batched_grad=True)
-        y = value_of_topk(x)
-        y.sum().backward(retain_graph=True)
-        y.sum().backward()
-        with pytest.raises(RuntimeError, match="second time"):
-            y.sum().backward()
-        with torch.inference_mode():
-            assert value_of_topk(x).is_inference()
-    assert all(answered)
-
-
-def test_calls_of_topk_that_are_not_plain_take_the_ordinary_way() -> None:
-    x = scores(4, 9)
-    with answers("topk") as answered:
-        with forward_ad.dual_level():
-            values = value_of_topk(forward_ad.make_dual(x, torch.ones_like(x)))
-            assert forward_ad.unpack_dual(values).tangent is not None
-        torch.func.vmap(value_of_topk)(x)
-        torch.func.grad(lambda x: value_of_topk(x)[0, 0])(x)
-        value_of_topk(x.to("meta"))
-        value_of_topk(x, dim=0)
-        value_of_topk(x, 0)
-    assert answered == [False] * 6
 
 
 DRAWS: list[Callable[..., Tensor]] = [
@@ -732,7 +662,7 @@ class Wider(khot.cdfs.Logistic):
         return torch.sigmoid(z / 2) * torch.sigmoid(-z / 2) / 2
 
 
-@every_function
+@with_a_cdf
 @pytest.mark.parametrize("name", CDFS)
 def test_objects_of_the_cdfs_are_taken_like_their_names(name: CDFName, output: str) -> None:
     function, x = FUNCTIONS[output], scores(3, 9).requires_grad_()
@@ -746,7 +676,7 @@ def test_objects_of_the_cdfs_are_taken_like_their_names(name: CDFName, output: s
         assert same(by_name, by_object)
 
 
-@every_function
+@with_a_cdf
 @pytest.mark.parametrize(
     "cdf", [khot.cdfs.Power(1.5), Renamed(), Wider(), None, 3], ids=lambda cdf: type(cdf).__name__
 )
