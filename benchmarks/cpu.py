@@ -261,12 +261,11 @@ def error_cell(result: dict[str, Any], name: str) -> str:
 
 
 def write(path: Path, results: report.Results) -> None:
-    """Everything there is so far, with this stem: as JSON, as Markdown and as a picture."""
-    report.save(path.with_suffix(".json"), results)
+    """Everything there is so far, as Markdown and as a picture."""
     setting = ["- " + f"{key}: {value}" for key, value in results["setting"].items()]
     parts = [f"## {title}\n\n{table}" for title, table in sections(results)]
     text = "\n\n".join(["# CPU benchmark", "\n".join(setting), *parts])
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for n in GROWTH_N:
         timed = results["cases"].get(Case("growth", GROWTH_ROWS, n).id)
@@ -320,35 +319,15 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     clock = timing.clock(args.cpu_time)
 
-    path = args.out / ("cpu-quick" if args.quick else "cpu")
+    path = args.out / ("cpu-quick.md" if args.quick else "cpu.md")
     setting = {
         "command": " ".join(["python -m benchmarks.cpu", *options(args)]),
         **report.machine(cpu_time=args.cpu_time),
         "packages": ", ".join(packages()),
     }
-    results = report.resume(path.with_suffix(".json"), setting)
-    todo = cases(args.quick)
     seconds = args.seconds or (0.05 if args.quick else 1.0)
-    # imported late: the benchmarks that share this module run on machines that have torch alone
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    try:
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("", total=len(todo))
-            for case in todo:
-                progress.update(bar, description=case.id)
-                if case.id not in results["cases"]:
-                    results["cases"][case.id] = measure(case, seconds, clock)
-                    report.save(path.with_suffix(".json"), results)
-                progress.advance(bar)
-            progress.update(bar, description="")
-    except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on from here.")
-    write(path, results)
-    print(path.with_suffix(".md").read_text(encoding="utf-8"))
+    todo = {case.id: lambda case=case: measure(case, seconds, clock) for case in cases(args.quick)}
+    report.complete(path, setting, todo, write)
 
 
 if __name__ == "__main__":

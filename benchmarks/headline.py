@@ -102,14 +102,10 @@ def main() -> None:
     seconds, clock = report.begin("Beside softmax, entmax and torch.topk", 0.5)
     setting: dict[str, Any] = report.machine(cpu_time=clock is not time.perf_counter)
     setting["packages"] = f"entmax {importlib.metadata.version('entmax')}"
-    path = RESULTS / "headline.json"
-    results = report.resume(path, setting)
-    for case in CASES:
-        if case.id not in results["cases"]:
-            results["cases"][case.id] = measure(case, seconds, clock)
-            report.save(path, results)
-    path.with_suffix(".md").write_text(text(results), encoding="utf-8")
-    print(text(results))
+    todo = {case.id: partial(measure, case, seconds, clock) for case in CASES}
+    report.complete(
+        RESULTS / "headline.md", setting, todo, lambda out, found: out.write_text(text(found), "utf-8")
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 
 import khot
@@ -50,12 +49,11 @@ def entries(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """Every public function of a tensor (rows, n), by its name in khot, with k = n / 8."""
     k, poisson = n // 8, khot.sampling.conditional_poisson
     functions: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: torch.softmax(x, -1)}
-    for name in ("soft_topk", "sigmoid_topk", "laplace_topk", "sparse_topk", "log_soft_topk", "ot_topk"):
-        functions[name] = partial(getattr(khot, name), k=k)
-    for name in ("soft_topk_magnitude", "topk_mask", "sorted_soft_topk", "soft_topk_signed", "soft_topk_exp"):
-        functions[name] = partial(getattr(khot, name), k=k)
-    for name in ("soft_topk_sum", "k_support_norm"):
-        functions[name] = partial(getattr(khot, name), k=k)
+    of_k = (
+        "soft_topk sigmoid_topk laplace_topk sparse_topk log_soft_topk ot_topk soft_topk_magnitude topk_mask "
+    )
+    of_k += "sorted_soft_topk soft_topk_signed soft_topk_exp soft_topk_sum k_support_norm"
+    functions |= {name: partial(getattr(khot, name), k=k) for name in of_k.split()}
     for name in ("soft_rank", "soft_sort", "soft_permutation", "log_soft_permutation", "soft_median"):
         functions[name] = getattr(khot, name)
     functions |= {
@@ -237,21 +235,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of latency.json and latency.md")
     args = parser.parse_args()
     clock = timing.clock(cpu_time=True)
-    path = args.out / "latency.json"
-    results = report.resume(path, report.machine(cpu_time=True) | {"seconds": args.seconds})
-    for rows, n in track(SHAPES, description="latency"):
-        key = f"({rows}, {n})"
-        if key not in results["cases"]:
-            results["cases"][key] = measure(rows, n, args.seconds, clock)
-            report.save(path, results)
+    todo = {f"({rows}, {n})": partial(measure, rows, n, args.seconds, clock) for rows, n in SHAPES}
+    setting = report.machine(cpu_time=True) | {"seconds": args.seconds}
+    report.complete(args.out / "latency.md", setting, todo, write)
+
+
+def write(path: Path, results: report.Results) -> None:
     setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
     text = (
         "# Small calls on the CPU\n\n"
         "Microseconds of a call (and in softmaxes of the same tensor), with k = n/8. "
         "Written by `python -m benchmarks.latency`.\n\n" + setting + ".\n\n" + "\n".join(tables(results))
     )
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from khot._kernels.reference import magnitude
 from khot._kernels.reference import soft_topk as reference
 from khot._kernels.reference import topk_mask as mask
 
-__all__ = ["CDFS", "ELSEWHERE", "OPERATORS", "Operator", "disagreement"]
+__all__ = ["CDFS", "OPERATORS", "Operator", "disagreement"]
 
 EPS = torch.finfo(torch.float32).eps
 ROWS_CHECKED = 4
@@ -56,86 +56,50 @@ def _magnitude(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
 
 
 CDFS = {
-    "logistic": Operator("soft_topk", partial(khot.soft_topk), _soft("logistic"), smooth="logistic"),
-    "laplace": Operator(
-        "soft_topk", partial(khot.soft_topk, cdf="laplace"), _soft("laplace"), smooth="laplace"
-    ),
-    "normal": Operator("soft_topk", partial(khot.soft_topk, cdf="normal"), _soft("normal"), smooth="normal"),
-    "uniform": Operator("soft_topk", partial(khot.soft_topk, cdf="uniform"), _soft("uniform")),
-    "power 4/3": Operator("soft_topk", partial(khot.soft_topk, cdf=cdfs.Power(4 / 3)), _soft("power", 4 / 3)),
+    cdf: Operator("soft_topk", partial(khot.soft_topk, cdf=cdf), _soft(cdf), smooth=cdf * (cdf != "uniform"))
+    for cdf in ("logistic", "laplace", "normal", "uniform")
 }
+CDFS["power 4/3"] = Operator(
+    "soft_topk", partial(khot.soft_topk, cdf=cdfs.Power(4 / 3)), _soft("power", 4 / 3)
+)
+# what does not sum to k has a relative error
+_other = partial(Operator, sums=False)
 OPERATORS = {f"soft_topk, {name}": operator for name, operator in CDFS.items()} | {
-    "sigmoid_topk": Operator("sigmoid_topk", partial(khot.sigmoid_topk), _soft("logistic")),
-    "laplace_topk": Operator("laplace_topk", partial(khot.laplace_topk), _soft("laplace")),
-    "sparse_topk": Operator("sparse_topk", partial(khot.sparse_topk), _soft("uniform")),
+    **{
+        name: Operator(name, getattr(khot, name), _soft(cdf))
+        for name, cdf in {
+            "sigmoid_topk": "logistic",
+            "laplace_topk": "laplace",
+            "sparse_topk": "uniform",
+        }.items()
+    },
     "ot_topk": Operator(
         "ot_topk", lambda x, k, *, tau: khot.ot_topk(x, k, epsilon=2 * tau), _soft("logistic")
     ),
-    "log_soft_topk": Operator(
-        "log_soft_topk",
-        partial(khot.log_soft_topk),
-        _soft("logistic", output="log"),
-        relative=1e-5,
-        sums=False,
+    "log_soft_topk": _other(
+        "log_soft_topk", khot.log_soft_topk, _soft("logistic", output="log"), relative=1e-5
     ),
-    "soft_topk_magnitude, p = 2": Operator(
-        "soft_topk_magnitude",
-        partial(khot.soft_topk_magnitude),
-        partial(_magnitude, p=2.0),
-        relative=5e-7,
-        sums=False,
-    ),
-    "soft_topk_magnitude, p = 4/3": Operator(
-        "soft_topk_magnitude",
-        partial(khot.soft_topk_magnitude, p=4 / 3),
-        partial(_magnitude, p=4 / 3),
-        relative=5e-7,
-        sums=False,
-    ),
+    **{
+        f"soft_topk_magnitude, p = {name}": _other(
+            "soft_topk_magnitude",
+            partial(khot.soft_topk_magnitude, p=p),
+            partial(_magnitude, p=p),
+            relative=5e-7,
+        )
+        for name, p in {"2": 2.0, "4/3": 4 / 3}.items()
+    },
     "topk_mask": Operator(
-        "topk_mask",
-        lambda x, k, *, tau: khot.topk_mask(x, k),
-        lambda x, k, tau: mask.topk_mask(x, k),
+        "topk_mask", lambda x, k, *, tau: khot.topk_mask(x, k), lambda x, k, tau: mask.topk_mask(x, k)
     ),
-    "soft_count": Operator(
+    "soft_count": _other(
         "soft_count",
         lambda x, k, *, tau: khot.soft_count(x, 0.0, tau=tau),
         lambda x, k, tau: torch.sigmoid(x / tau[:, None]).sum(-1),
         relative=1e-6,
-        sums=False,
     ),
-    "inverse_soft_count": Operator(
-        "inverse_soft_count",
-        partial(khot.inverse_soft_count),
-        _soft("logistic", output="threshold"),
-        relative=1e-6,
-        sums=False,
+    "inverse_soft_count": _other(
+        "inverse_soft_count", khot.inverse_soft_count, _soft("logistic", output="threshold"), relative=1e-6
     ),
-}
-# Public operators whose benchmarks are their own.
-ELSEWHERE = {
-    "budget_mask": "benchmarks.latency",
-    **dict.fromkeys(("conformal_quantile", "nucleus_mask"), "benchmarks.latency"),
-    "k_support_negentropy": "benchmarks.latency",
-    "k_support_norm": "benchmarks.latency",
-    "soft_topk_exp": "benchmarks.latency",
-    "soft_topk_signed": "benchmarks.latency",
-    "soft_topk_sum": "benchmarks.latency",
-    "soft_assign": "benchmarks.latency",
-    "soft_budget": "benchmarks.latency",
-    "topk": "benchmarks.selected",
-    "linear_topk": "benchmarks.selected",
-    "kth_value": "benchmarks.times quantile",
-    "quantile": "benchmarks.times quantile",
-    "project_permutahedron": "benchmarks.times permutahedron",
-    "soft_rank": "benchmarks.times ranking",
-    "soft_sort": "benchmarks.times ranking",
-    "soft_permutation": "benchmarks.times ranking",
-    "log_soft_permutation": "benchmarks.times ranking",
-    "soft_quantile": "benchmarks.times ranking",
-    "soft_median": "benchmarks.times ranking",
-    "sorted_soft_topk": "benchmarks.times transport",
-    "sample_khot": "benchmarks.times sampling",
 }
 
 

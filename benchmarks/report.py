@@ -114,18 +114,22 @@ def save(path: Path, results: Results) -> None:
 def complete(
     out: Path,
     setting: Mapping[str, Any],
-    todo: Mapping[str, Callable[[], dict[str, Any]]],
+    todo: Mapping[str, Callable[[], Any]],
     write: Callable[[Path, Results], None],
+    stem: str = "",
 ) -> None:
-    """Measure the cases that are not there yet, with a bar, and write all there is after each of them."""
+    """Measure the cases that are not there yet, with a bar, and write all there is after each of them, to out
+    and, with ``stem`` behind its name, as JSON. A stopped run goes on from there."""
     from rich.progress import track  # imported late: some benchmarks run on machines that have torch alone
 
-    results = resume(out.with_suffix(".json"), setting)
+    path = out.with_stem(out.stem + stem).with_suffix(".json")
+    results = resume(path, setting)
     for case, measure in track(todo.items()):
         if case not in results["cases"]:
             results["cases"][case] = measure()
-            save(out.with_suffix(".json"), results)
+            save(path, results)
             write(out, results)
+            print(case, flush=True)
     print(out.read_text(encoding="utf-8"))
 
 

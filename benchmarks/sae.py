@@ -280,7 +280,7 @@ def recovered(folder: Path, cut: int, encode: Encode) -> float:
     return 100 * (zeroed - ours) / (zeroed - whole)
 
 
-def measure(name: str, method: str, seed: int, steps: int, data: Path, cache: Path) -> dict[str, float]:
+def measure(name: str, method: str, seed: int, steps: int, data: Path, cache: Path) -> dict[str, Any]:
     x, test = vectors(name, data, cache)
     start = time.process_time()
     encode = METHODS[method](x, steps, seed)
@@ -294,6 +294,9 @@ def measure(name: str, method: str, seed: int, steps: int, data: Path, cache: Pa
     total = (test - test.mean(0)).square().sum().item()
     more = {"recovered": recovered(data, CUTS[name], encode)} if name in CUTS else {}
     return {
+        "set": name,
+        "method": method,
+        "seed": seed,
         "unexplained": 100 * rest / total,
         "dead": 100 * (~used).double().mean().item(),
         "ms": 1000 * seconds / steps,
@@ -310,7 +313,7 @@ def cell(cases: list[dict[str, Any]]) -> str:
     )
 
 
-def write(path: Path) -> None:
+def write(path: Path, _: report.Results) -> None:
     """Tables of the packages, a row for each set, of the loss that they recover, and of khot's other forms, a
     row for each form; then the same of longer trainings."""
     text = (
@@ -379,37 +382,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     setting = {"steps": args.steps, "packages": packages(), **report.machine(cpu_time=True)}
-    path = args.out.with_suffix(".json")
-    path = path if args.steps == STEPS else path.with_stem(f"{path.stem}_{args.steps}")
-    results = report.resume(path, setting)
-    todo = [
-        (seed, name, method)
+    todo = {
+        f"{name}, {method}, {seed}": partial(
+            measure, name, method, seed, args.steps, args.data_dir, args.cache
+        )
         for parts in (False, True)  # the comparison comes first
         for seed in range(args.seeds)
         for name in args.sets
         for method in args.only
         if method.startswith("with") == parts and not missing(method)
-    ]
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    try:
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("", total=len(todo))
-            for seed, name, method in todo:
-                case = f"{name}, {method}, {seed}"
-                progress.update(bar, description=case)
-                if case not in results["cases"]:
-                    found = measure(name, method, seed, args.steps, args.data_dir, args.cache)
-                    results["cases"][case] = {"set": name, "method": method, "seed": seed, **found}
-                    report.save(path, results)
-                    write(args.out)
-                progress.advance(bar)
-    except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on from here.")
-    print(args.out.read_text(encoding="utf-8"))
+    }
+    report.complete(args.out, setting, todo, write, f"_{args.steps}" * (args.steps != STEPS))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import argparse
 import time
 import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class Split:
     true: Any
 
 
+@lru_cache(1)
 def split(name: str, seed: int) -> Split:
     kind = SETS[name]
     rng = np.random.default_rng(1000 + seed)
@@ -168,8 +169,24 @@ def selectors(name: str, seed: int) -> dict[str, Any]:
     return found
 
 
-def judge(name: str, chosen: Any, data: Split) -> float:
+def measure(name: str, method: str, seed: int, khot: str) -> dict[str, Any]:
+    data, start = split(name, seed), time.process_time()
+    chosen = selectors(name, seed)[method].fit(*data.train).get_support()
+    seconds = time.process_time() - start
+    columns = " ".join(map(str, np.flatnonzero(chosen)))
+    return {
+        "score": judge(name, columns, seed),
+        "seconds": seconds,
+        "true": None if data.true is None else int((chosen & data.true).sum()),
+        "columns": columns,
+        "khot": khot if method == "KHotSelector" else None,
+    }
+
+
+@cache
+def judge(name: str, columns: str, seed: int) -> float:
     """The mean score of the two judges, in percent."""
+    chosen, data = list(map(int, columns.split())), split(name, seed)
     regression = SETS[name].regression
     machine = TransformedTargetRegressor(SVR(C=10), transformer=StandardScaler()) if regression else SVC(C=10)
     score = r2_score if regression else balanced_accuracy_score if name == "unbalanced" else accuracy_score
@@ -179,8 +196,6 @@ def judge(name: str, chosen: Any, data: Split) -> float:
 
 
 def write(path: Path, results: report.Results) -> None:
-    """Save the rows and the tables."""
-    report.save(path.with_suffix(".json"), results)
     rows: dict[tuple[str, str], dict[int, Any]] = {}
     for case, row in results["cases"].items():
         name, method, seed = case.split(", ")
@@ -210,7 +225,7 @@ def write(path: Path, results: report.Results) -> None:
     said = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
     khot = sorted({row["khot"] for row in results["cases"].values() if row["khot"]})
     k = [f"{name}, {SETS[name].k} of {SETS[name].columns + _own(name)}" for name in names]
-    path.with_suffix(".md").write_text(
+    path.write_text(
         "# Feature selectors\n\n"
         "Mean of a support vector machine and a forest on the selected columns alone, in percent, and over\n"
         f"seeds ({_seeds(rows)}, or the first of them). In brackets: how many selected columns count.\n"
@@ -275,29 +290,14 @@ def main() -> None:
     # the other selectors do not depend on it, so each row of ours has its own
     khot = f"{machine.pop('khot')}, {machine.pop('kernels')}"
     machine["scikit-learn"] = sklearn.__version__
-    results = report.resume(args.out.with_suffix(".json"), machine)
-    for seed in args.seeds:
-        for name in args.sets or SETS:
-            data, judged = split(name, seed), dict[str, float]()
-            for method, selector in selectors(name, seed).items():
-                case = f"{name}, {method}, {seed}"
-                if case in results["cases"] or (args.only and method not in args.only):
-                    continue
-                start = time.process_time()
-                chosen = selector.fit(*data.train).get_support()
-                seconds = time.process_time() - start
-                columns = " ".join(map(str, np.flatnonzero(chosen)))
-                if columns not in judged:
-                    judged[columns] = judge(name, chosen, data)
-                results["cases"][case] = row = {
-                    "score": judged[columns],
-                    "seconds": seconds,
-                    "true": None if data.true is None else int((chosen & data.true).sum()),
-                    "columns": columns,
-                    "khot": khot if method == "KHotSelector" else None,
-                }
-                write(args.out, results)
-                print(case, row, flush=True)
+    todo = {
+        f"{name}, {method}, {seed}": partial(measure, name, method, seed, khot)
+        for seed in args.seeds
+        for name in args.sets or SETS
+        for method in selectors(name, seed)
+        if not args.only or method in args.only
+    }
+    report.complete(args.out.with_suffix(".md"), machine, todo, write)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +87,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PATH)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    path = args.out.with_suffix(".json")
-    path = path if args.steps == STEPS else path.with_stem(f"{path.stem}_{args.steps}")
-    results = report.resume(path, {"steps": args.steps, **report.machine(cpu_time=True)})
     cases = [case for case in every_case() if any(words in case[0] for words in args.only)]
-    for name, latents, k, options in sorted(cases, key=lambda case: case[1]):  # the short ones first
-        for rate in RATES:
-            key = f"{name}, {rate:g}"
-            if key not in results["cases"]:
-                results["cases"][key] = measure(latents, k, rate, options, args.steps)
-                report.save(path, results)
-                print(key, cell(results["cases"][key]), flush=True)
-    write(args.out)
+    todo = {
+        f"{name}, {rate:g}": partial(measure, latents, k, rate, options, args.steps)
+        for name, latents, k, options in sorted(cases, key=lambda case: case[1])  # the short ones first
+        for rate in RATES
+    }
+    setting = {"steps": args.steps, **report.machine(cpu_time=True)}
+    report.complete(args.out, setting, todo, write, f"_{args.steps}" * (args.steps != STEPS))
 
 
-def write(path: Path) -> None:
+def write(path: Path, _: report.Results) -> None:
     """A table for each number of steps."""
     text = (
         "# Where the training of sparse autoencoders is steady\n\nVariance of new vectors unexplained, % "
