@@ -12,7 +12,7 @@ import inspect
 import random
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,17 @@ import khot
 import khot.lightning
 import khot.transformers
 import modes
-from khot.nn import Anneal, QuantileBalancer, TopKSAE
+from khot.nn import (
+    Anneal,
+    QuantileBalancer,
+    TopKSAE,
+    make_permanent,
+    prune_global,
+    prune_magnitude,
+    prune_n_m,
+)
 
+balance = khot.transformers.balance
 D, N, K = 6, 16, 3
 HOOKS = [
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
@@ -118,10 +127,10 @@ class Row:
     it all parts are in the mode ``training``, and where that is None in modes at random.
     """
 
-    name: str
+    name: str  # in khot
     make: Callable[[], tuple[list[nn.Module], Callable[[], Any]]]
-    changes: frozenset[str] = frozenset()
-    may: frozenset[str] = frozenset()
+    changes: Collection[str] = ()
+    may: Collection[str] = ()
     raises: type[BaseException] | None = None
     training: bool | None = None
     case: str = ""
@@ -225,87 +234,61 @@ def with_other_checkpoint(layer: TopKSAE) -> None:
         khot.nn.fit_sae(layer, x(), 3, checkpoint=file)
 
 
-COUNTED = frozenset({"buffer mean", "buffer centred", "buffer idle"})
-FITTED = frozenset({"parameters", "gradients", "buffer taken"}) | COUNTED
-FOLLOWED = frozenset({"buffer threshold"})
+COUNTED = {"buffer mean", "buffer centred", "buffer idle"}
+FITTED = {"parameters", "gradients", "buffer taken"} | COUNTED
+FOLLOWED = {"buffer threshold"}
 fit = khot.nn.fit_sae
 
+batched = lambda: annealed(batch=True)  # noqa: E731
+WITH_LENGTH = FITTED | FOLLOWED | {"settings"}  # the length of the schedule
+FITS = {
+    "": (sae, lambda s: fit(s, x(), 3), FITTED - {"buffer taken"}, None),
+    "annealed": (batched, lambda s: fit(s, x(), 3, average=0.5), WITH_LENGTH, None),
+    "no_grad": (lasting, in_context(torch.no_grad, lambda s: fit(s, x(), 9)), FITTED, None),
+    "inference_mode": (lasting, in_context(torch.inference_mode, lambda s: fit(s, x(), 9)), FITTED, None),
+    "the callback": (batched, to_eval_and_stop, WITH_LENGTH, Stop),
+    "later batches": (lasting, lambda s: fit(s, broken(), 3), FITTED, Stop),
+    "an argument": (annealed, lambda s: fit(s, x(), 3, lr=-1.0), (), ValueError),
+    "activations": (annealed, lambda s: fit(s, x()[:, :4], 3), (), ValueError),
+    "first batch": (annealed, lambda s: fit(s, [x()[:, :4]], 3), (), ValueError),
+    "no batch": (annealed, lambda s: fit(s, [], 3), (), ValueError),
+    "checkpoint": (annealed, with_other_checkpoint, (), ValueError),
+    "a wait": (lambda: sae(k=Anneal(6.0, K, wait=5)), lambda s: fit(s, x(), 3), (), ValueError),
+}
 ROWS = [
-    Row("khot.nn.fit_sae", on_sae(sae, lambda s: fit(s, x(), 3)), FITTED - {"buffer taken"}),
-    Row(
-        "khot.nn.fit_sae",
-        on_sae(lambda: annealed(batch=True), lambda s: fit(s, x(), 3, average=0.5)),
-        FITTED | FOLLOWED | {"settings"},  # the length of the schedule
-        case="annealed",
-    ),
     *(
-        Row("khot.nn.fit_sae", on_sae(lasting, in_context(each, lambda s: fit(s, x(), 9))), FITTED, case=name)
-        for name, each in (("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode))
+        Row("nn.fit_sae", on_sae(make, call), changed, raises=error, case=case)
+        for case, (make, call, changed, error) in FITS.items()
     ),
     Row(
-        "khot.nn.fit_sae",
-        on_sae(lambda: annealed(batch=True), to_eval_and_stop),
-        FITTED | FOLLOWED | {"settings"},
-        raises=Stop,
-        case="the callback",
-    ),
-    Row(
-        "khot.nn.fit_sae",
-        on_sae(lasting, lambda s: fit(s, broken(), 3)),
-        FITTED,
-        raises=Stop,
-        case="later batches",
-    ),
-    *(
-        Row("khot.nn.fit_sae", on_sae(annealed, call), raises=error, case=case)
-        for case, error, call in (
-            ("an argument", ValueError, lambda s: fit(s, x(), 3, lr=-1.0)),
-            ("activations", ValueError, lambda s: fit(s, x()[:, :4], 3)),
-            ("first batch", ValueError, lambda s: fit(s, [x()[:, :4]], 3)),
-            ("no batch", ValueError, lambda s: fit(s, [], 3)),
-            ("checkpoint", ValueError, with_other_checkpoint),
-        )
-    ),
-    Row(
-        "khot.nn.fit_sae",
-        on_sae(lambda: sae(k=Anneal(6.0, K, wait=5)), lambda s: fit(s, x(), 3)),
-        raises=ValueError,
-        case="a schedule that waits longer",
-    ),
-    Row(
-        "khot.nn.fit_sae",
+        "nn.fit_sae",
         on_sae(annealed, lambda s: fit(s, x() * torch.nan, 3)),
-        may=COUNTED | {"gradients"},  # a forward pass was made
         raises=FloatingPointError,
         case="not finite",
+        may=COUNTED | {"gradients"},  # a forward pass was made
     ),
-    Row("khot.nn.unexplained", on_sae(lasting, lambda s: khot.nn.unexplained(s, x()))),
-    Row("khot.nn.unexplained", on_sae(lasting, lambda s: khot.nn.unexplained(s, broken())), raises=Stop),
-    Row(
-        "khot.nn.unexplained",
-        on_sae(lasting, lambda s: khot.nn.unexplained(s, x()[:, 1:])),
-        raises=ValueError,
-        case="shape",
+    *(
+        Row("nn.unexplained", on_sae(lasting, lambda s, z=z: khot.nn.unexplained(s, z())), raises=error)
+        for z, error in ((x, None), (broken, Stop), (lambda: x()[:, 1:], ValueError))
     ),
-    Row("khot.nn.loss_recovered", recovering()),
-    Row("khot.nn.loss_recovered", recovering(inside=False), case="outside"),
-    Row("khot.nn.loss_recovered", recovering(fails=True), raises=Stop, case="the model"),
-    Row("khot.nn.loss_recovered", recovering(loss=stop), raises=Stop, case="the loss"),
+    Row("nn.loss_recovered", recovering()),
+    Row("nn.loss_recovered", recovering(inside=False), case="outside"),
+    Row("nn.loss_recovered", recovering(fails=True), raises=Stop, case="the model"),
+    Row("nn.loss_recovered", recovering(loss=stop), raises=Stop, case="the loss"),
 ]
 
 
 # ------------------------------------------------------------------------------------------- pruning
 
 # how a parametrisation is told from a plain parameter, whichever class it has
-PARAMETRISED = frozenset({"class", "names"})
-PRUNING_MAY = frozenset({"hooks"})
+PARAMETRISED = {"class", "names"}
 
 
 def pair() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def on_pair(call: Callable[[Any], Any], before: Callable[[Any], Any] = lambda m: None) -> Any:
+def on_pair(call: Callable[[Any], Any], before: Callable[[Any], Any]) -> Any:
     def make() -> tuple[list[nn.Module], Callable[[], Any]]:
         model = pair()
         before(model)
@@ -314,58 +297,30 @@ def on_pair(call: Callable[[Any], Any], before: Callable[[Any], Any] = lambda m:
     return make
 
 
-def both(model: Any, amount: Any = 0.5, **options: Any) -> None:
-    khot.nn.prune_global([(model[0], "weight"), (model[2], "weight")], amount, **options)
+def both(model: Any, amount: Any = 0.5, second: str = "weight", **options: Any) -> None:
+    prune_global([(model[0], "weight"), (model[2], second)], amount, **options)
 
 
-ROWS += [
-    Row(
-        "khot.nn.prune_magnitude",
-        on_pair(lambda m: khot.nn.prune_magnitude(m[0], "weight", 0.5)),
-        PARAMETRISED,
-        PRUNING_MAY,
-    ),
-    Row(
-        "khot.nn.prune_magnitude",
-        on_pair(lambda m: khot.nn.prune_magnitude(m[0], "weight", 1.5)),
-        raises=ValueError,
-    ),
-    Row("khot.nn.prune_global", on_pair(both), PARAMETRISED, PRUNING_MAY),
-    Row(
-        "khot.nn.prune_global",
-        on_pair(lambda m: both(m, Anneal(0.0, 0.5, 9), by="score", tau=0.1)),
-        PARAMETRISED,
-        PRUNING_MAY,
-        case="score",
-    ),
-    Row("khot.nn.prune_global", on_pair(lambda m: both(m, 1.5)), raises=ValueError),
-    Row(
-        "khot.nn.prune_global",
-        on_pair(lambda m: both(m), lambda m: khot.nn.prune_magnitude(m[2], "weight", 0.5)),
-        raises=ValueError,
-        case="the second of two",
-    ),
-    Row(
-        "khot.nn.prune_global",
-        on_pair(lambda m: khot.nn.prune_global([(m[0], "weight"), (m[2], "scale")], 0.5)),
-        raises=AttributeError,
-        case="no parameter",
-    ),
-    Row(
-        "khot.nn.prune_n_m",
-        on_pair(lambda m: khot.nn.prune_n_m(m[0], "weight")),
-        PARAMETRISED,
-        PRUNING_MAY,
-    ),
-    Row("khot.nn.prune_n_m", on_pair(lambda m: khot.nn.prune_n_m(m[2], "weight", 2, 3)), raises=ValueError),
-    Row(
-        "khot.nn.make_permanent",
-        on_pair(khot.nn.make_permanent, both),
-        PARAMETRISED | {"parameters"},
-        PRUNING_MAY,
-    ),
-    Row("khot.nn.make_permanent", on_pair(khot.nn.make_permanent), raises=ValueError),
-]
+def plain(model: Any) -> None:
+    """Nothing is pruned before."""
+
+
+for name, error, case, call, before in (
+    ("prune_magnitude", None, "", lambda m: prune_magnitude(m[0], "weight", 0.5), plain),
+    ("prune_magnitude", ValueError, "", lambda m: prune_magnitude(m[0], "weight", 1.5), plain),
+    ("prune_global", None, "", both, plain),
+    ("prune_global", None, "score", lambda m: both(m, Anneal(0.0, 0.5, 9), by="score", tau=0.1), plain),
+    ("prune_global", ValueError, "", lambda m: both(m, 1.5), plain),
+    ("prune_global", ValueError, "the second", both, lambda m: prune_magnitude(m[2], "weight", 0.5)),
+    ("prune_global", AttributeError, "no parameter", lambda m: both(m, second="scale"), plain),
+    ("prune_n_m", None, "", lambda m: prune_n_m(m[0], "weight"), plain),
+    ("prune_n_m", ValueError, "", lambda m: prune_n_m(m[2], "weight", 2, 3), plain),
+    ("make_permanent", None, "", make_permanent, both),
+    ("make_permanent", ValueError, "", make_permanent, plain),
+):
+    changed = PARAMETRISED | ({"parameters"} if name == "make_permanent" else set())
+    sets = ((), ()) if error else (changed, {"hooks"})
+    ROWS.append(Row(f"nn.{name}", on_pair(call, before), *sets, error, case=case))
 
 
 # ----------------------------------------------------------------------------- layers of other libraries
@@ -405,15 +360,9 @@ def from_layer(**options: Any) -> Any:
 
 
 def mixtral() -> Any:
-    config = transformers.MixtralConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, **heads)
     return transformers.MixtralForCausalLM(config)
 
 
@@ -427,34 +376,16 @@ def on_mixtral(call: Callable[[Any], Any], before: Callable[[Any], Any] = lambda
 
 
 ROWS += [
-    Row("khot.nn.sae_to_layout", on_sae(sae, lambda s: khot.nn.sae_to_layout(s, "saelens"))),
-    Row(
-        "khot.nn.sae_to_layout",
-        to_layer(),
-        frozenset({"parameters", "buffer k"}),  # of the layer, which gets the state
-        case="to a layer",
-    ),
-    Row("khot.nn.sae_to_layout", to_layer(batch=True), raises=ValueError, case="to another layer"),
-    Row("khot.nn.sae_from_layout", from_layer(), may=frozenset({"random numbers"})),  # a layer is made
-    Row("khot.nn.sae_from_layout", from_layer(batch=True), raises=ValueError),
-    Row(
-        "khot.transformers.balance",
-        on_mixtral(khot.transformers.balance),
-        frozenset({"class", "names"}),  # of the routers
-    ),
-    *(
-        Row("khot.transformers.balance", on_mixtral(call), raises=ValueError, case=case)
-        for case, call in (
-            ("bins", lambda m: khot.transformers.balance(m, bins=3)),
-            ("ema", lambda m: khot.transformers.balance(m, ema=2.0)),
-        )
-    ),
-    Row(
-        "khot.transformers.unbalance",
-        on_mixtral(khot.transformers.unbalance, khot.transformers.balance),
-        frozenset({"class", "names"}),
-    ),
-    Row("khot.transformers.unbalance", on_mixtral(khot.transformers.unbalance), raises=ValueError),
+    Row("nn.sae_to_layout", on_sae(sae, lambda s: khot.nn.sae_to_layout(s, "saelens"))),
+    Row("nn.sae_to_layout", to_layer(), {"parameters", "buffer k"}, case="to a layer"),
+    Row("nn.sae_to_layout", to_layer(batch=True), raises=ValueError, case="to another layer"),
+    Row("nn.sae_from_layout", from_layer(), may={"random numbers"}),  # a layer is made
+    Row("nn.sae_from_layout", from_layer(batch=True), raises=ValueError),
+    Row("transformers.balance", on_mixtral(balance), PARAMETRISED),  # of the routers
+    Row("transformers.balance", on_mixtral(lambda m: balance(m, bins=3)), raises=ValueError, case="bins"),
+    Row("transformers.balance", on_mixtral(lambda m: balance(m, ema=2.0)), raises=ValueError, case="ema"),
+    Row("transformers.unbalance", on_mixtral(khot.transformers.unbalance, balance), PARAMETRISED),
+    Row("transformers.unbalance", on_mixtral(khot.transformers.unbalance), raises=ValueError),
 ]
 
 
@@ -513,38 +444,35 @@ def by_transformers(call: str, callback: Any, **values: Any) -> Any:
 
 
 UPDATED = frozenset(f"buffer {name}" for name in ("bias", "updates", "load", "counts"))
-OCTAVE = frozenset({"buffer octave"})
-STEPPED = frozenset({"buffer taken"})
-LENGTH = frozenset({"settings"})
+OCTAVE = {"buffer octave"}
+STEPPED = {"buffer taken"}
+LENGTH = {"settings"}
 
 ROWS += [
-    Row("khot.nn.QuantileBalancer.update", on_balancer(lambda b: b.update()), UPDATED, OCTAVE),
-    Row("khot.nn.QuantileBalancer.update_all", on_balancer(QuantileBalancer.update_all), UPDATED, OCTAVE),
+    *(
+        Row(f"nn.QuantileBalancer.{name}", on_balancer(call), UPDATED, OCTAVE)
+        for name, call in {
+            "update": lambda b: b.update(),
+            "update_all": QuantileBalancer.update_all,
+            "solve": lambda b: b.solve(SCORES),
+            "reset_parameters": lambda b: b.reset_parameters(),
+        }.items()
+    ),
     Row(
-        "khot.nn.QuantileBalancer.update_all",
+        "nn.QuantileBalancer.update_all",
         on_balancer(lambda b: QuantileBalancer.update_all([b, 3])),  # type: ignore[list-item]
         raises=TypeError,
     ),
-    Row("khot.nn.QuantileBalancer.solve", on_balancer(lambda b: b.solve(SCORES)), UPDATED, OCTAVE),
-    Row("khot.nn.QuantileBalancer.solve", on_balancer(lambda b: b.solve(SCORES[:, 1:])), raises=ValueError),
-    Row(
-        "khot.nn.QuantileBalancer.solve",
-        on_balancer(lambda b: b.solve(SCORES, SCORES > 0)),
-        raises=ValueError,
-        case="mask",
-    ),
-    Row(
-        "khot.nn.QuantileBalancer.reset_parameters",
-        on_balancer(lambda b: b.reset_parameters()),
-        UPDATED,
-        OCTAVE,
+    *(
+        Row("nn.QuantileBalancer.solve", on_balancer(lambda b, g=given: b.solve(*g)), raises=ValueError)
+        for given in ((SCORES[:, 1:],), (SCORES, SCORES > 0))
     ),
 ]
 for kind, library, start, step in (
-    ("khot.lightning", by_lightning, "on_fit_start", "on_train_batch_end"),
-    ("khot.transformers", by_transformers, "on_train_begin", "on_step_end"),
+    ("lightning", by_lightning, "on_fit_start", "on_train_batch_end"),
+    ("transformers", by_transformers, "on_train_begin", "on_step_end"),
 ):
-    place = importlib.import_module(kind)
+    place = importlib.import_module(f"khot.{kind}")
     moved = {"global_step": 1}
     unknown = {"estimated_stepping_batches": float("inf"), "max_steps": -1}
     anneal, balancer = f"{kind}.AnnealCallback", f"{kind}.BalancerCallback"
@@ -552,21 +480,15 @@ for kind, library, start, step in (
         Row(f"{anneal}.{start}", library(start, place.AnnealCallback), LENGTH),
         Row(f"{anneal}.{start}", library(start, place.AnnealCallback, **unknown), raises=ValueError),
         Row(f"{anneal}.{step}", library(step, place.AnnealCallback, **moved), STEPPED),
-        Row(f"{balancer}.{step}", library(step, place.BalancerCallback, **moved), UPDATED, OCTAVE),
+        Row(f"{balancer}.{step}", library(step, place.BalancerCallback, **moved), UPDATED, may=OCTAVE),
     ]
 ROWS += [
-    Row(
-        "khot.lightning.AnnealCallback.on_train_start",
-        by_lightning("on_train_start", khot.lightning.AnnealCallback),
-    ),
-    Row(
-        "khot.lightning.BalancerCallback.on_train_start",
-        by_lightning("on_train_start", khot.lightning.BalancerCallback),
-    ),
-    Row(
-        "khot.transformers.BalancerCallback.on_log",
-        by_transformers("on_log", khot.transformers.BalancerCallback),
-    ),
+    Row(f"{kind}.{name}.{call}", library(call, getattr(importlib.import_module(f"khot.{kind}"), name)))
+    for kind, library, name, call in (
+        ("lightning", by_lightning, "AnnealCallback", "on_train_start"),
+        ("lightning", by_lightning, "BalancerCallback", "on_train_start"),
+        ("transformers", by_transformers, "BalancerCallback", "on_log"),
+    )
 ]
 
 
@@ -600,37 +522,28 @@ def written(name: str) -> tuple[set[str], bool]:
 
 for name in modes.ROWS:
     public = name.partition("-")[0]
-    path = f"khot.nn.{public}.forward"
+    path = f"nn.{public}.forward"
     writes, always = written(name)
 
-    def run(layer: Any, name: str = name) -> Any:
-        return layer(*inputs_of(name))
-
-    def fail(layer: Any, name: str = name) -> Any:
-        return layer(*inputs_of(name), "no such argument", object())
-
-    def frozen(layer: Any, name: str = name) -> Any:
-        with torch.no_grad():
-            return layer(*inputs_of(name))
-
+    given = inputs_of(name)
+    short = (z[..., :-2] if z.is_floating_point() else z for z in given[:1])
+    run, frozen, fail, narrow = (
+        on_layer(name, call)
+        for call in (
+            lambda layer, given=given: layer(*given),
+            torch.no_grad()(lambda layer, given=given: layer(*given)),
+            lambda layer, given=given: layer(*given, "no such argument", object()),
+            lambda layer, given=(*short, "mask"): layer(*given),
+        )
+    )
     ROWS += [
-        Row(path, on_layer(name, run), frozenset(writes), training=True, case=f"{name} train"),
-        Row(path, on_layer(name, run), training=False, case=f"{name} eval"),
-        Row(
-            path,
-            on_layer(name, frozen),
-            frozenset(writes if always else ()),
-            training=True,
-            case=f"{name} train, no_grad",
-        ),
-        Row(path, on_layer(name, fail), training=True, raises=TypeError, case=f"{name} too many"),
+        Row(path, run, writes, case=f"{name} train", training=True),
+        Row(path, run, case=f"{name} eval", training=False),
+        Row(path, frozen, writes if always else (), case=f"{name} train, no_grad", training=True),
+        Row(path, fail, raises=TypeError, case=f"{name} too many", training=True),
     ]
-    if inputs_of(name):
-
-        def narrow(layer: Any, name: str = name) -> Any:
-            layer(*(z[..., :-2] if z.is_floating_point() else z for z in inputs_of(name)[:1]), "mask")
-
-        ROWS.append(Row(path, on_layer(name, narrow), training=True, raises=Exception, case=f"{name} narrow"))
+    if given:
+        ROWS.append(Row(path, narrow, raises=Exception, case=f"{name} narrow", training=True))
 
 
 def dropping() -> tuple[list[nn.Module], Callable[[], Any]]:
@@ -644,12 +557,12 @@ def jittering() -> tuple[list[nn.Module], Callable[[], Any]]:
     return [layer], lambda: layer(given)
 
 
-RANDOM = frozenset({"random numbers"})
+RANDOM = {"random numbers"}
 ROWS += [
-    Row("khot.nn.TopKAttention.forward", dropping, RANDOM, training=True, case="dropout"),
-    Row("khot.nn.TopKAttention.forward", dropping, training=False, case="dropout in eval mode"),
-    Row("khot.nn.TopKRouter.forward", jittering, RANDOM | {"buffer counts"}, training=True, case="jitter"),
-    Row("khot.nn.TopKRouter.forward", jittering, training=False, case="jitter in eval mode"),
+    Row("nn.TopKAttention.forward", dropping, RANDOM, case="dropout", training=True),
+    Row("nn.TopKAttention.forward", dropping, case="dropout in eval mode", training=False),
+    Row("nn.TopKRouter.forward", jittering, RANDOM | {"buffer counts"}, case="jitter", training=True),
+    Row("nn.TopKRouter.forward", jittering, case="jitter in eval mode", training=False),
 ]
 
 METHODS: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
@@ -664,19 +577,19 @@ for method, (call, writes) in METHODS.items():
     for mode in (True, False):
         ROWS.append(
             Row(
-                f"khot.nn.TopKSAE.{method}",
+                f"nn.TopKSAE.{method}",
                 on_layer("TopKSAE", call),
-                frozenset(writes if mode else ()),
-                training=mode,
+                writes if mode else (),
                 case="train" if mode else "eval",
+                training=mode,
             )
         )
     ROWS.append(
         Row(
-            f"khot.nn.TopKSAE.{method}",
+            f"nn.TopKSAE.{method}",
             on_layer("TopKSAE", lambda s, method=method: getattr(s, method)("no tensor")),
-            training=True,
             raises=Exception,
+            training=True,
         )
     )
 
@@ -692,17 +605,17 @@ def predicted(layer: Any) -> Tensor:
 
 
 ROWS += [
-    Row("khot.nn.Anneal.step", on_layer("Anneal", lambda a: a.step()), STEPPED),
+    Row("nn.Anneal.step", on_layer("Anneal", lambda a: a.step()), STEPPED),
     *(
-        Row(f"khot.nn.SoftKNN.{call.__name__}", on_layer("SoftKNN-learned", run), training=mode)
+        Row(f"nn.SoftKNN.{call.__name__}", on_layer("SoftKNN-learned", run), training=mode)
         for call, run in ((khot.nn.SoftKNN.loss, judged), (khot.nn.SoftKNN.predict, predicted))
         for mode in (True, False)
     ),
     *(
         Row(
-            f"khot.nn.TopKSAE.{name}",
+            f"nn.TopKSAE.{name}",
             on_sae(sae, lambda s, name=name: setattr(s, name, torch.ones_like(getattr(s, name)))),
-            frozenset({"parameters"} | more),
+            {"parameters"} | more,
             case="assigned",
         )
         for name, more in (
@@ -713,7 +626,7 @@ ROWS += [
     ),
     *(
         Row(
-            f"khot.nn.TopKSAE.{name}",
+            f"nn.TopKSAE.{name}",
             on_sae(sae, lambda s, name=name: setattr(s, name, torch.ones(2))),
             raises=ValueError,
             case="assigned",
@@ -723,22 +636,17 @@ ROWS += [
 ]
 # a name of the table of layers for each class, whose methods train and reset_parameters are tried
 OF_CLASS = {name.partition("-")[0]: name for name in modes.ROWS if name[0].isupper()}
-OWN_STATE = frozenset({"parameters", "random numbers"})
+OWN_STATE = {"parameters", "random numbers"}
 for public, name in OF_CLASS.items():
     kind = getattr(khot.nn, public)
     ROWS.append(
-        Row(
-            f"khot.nn.{public}.train",
-            on_layer(name, lambda layer: layer.eval()),
-            frozenset({"modes"}),
-            training=True,
-        )
+        Row(f"nn.{public}.train", on_layer(name, lambda layer: layer.eval()), {"modes"}, training=True)
     )
     if hasattr(kind, "reset_parameters") and public != "QuantileBalancer":
         buffers = {name for name, _ in modes.make(name).named_buffers()}
         ROWS.append(
             Row(
-                f"khot.nn.{public}.reset_parameters",
+                f"nn.{public}.reset_parameters",
                 on_layer(name, lambda layer: layer.reset_parameters()),
                 may=OWN_STATE | {f"buffer {each.rpartition('.')[2]}" for each in buffers},
             )
@@ -747,7 +655,7 @@ for public, name in OF_CLASS.items():
 
 # ------------------------------------------------------------------------------------------ the tests
 
-ids = [f"{row.name.removeprefix('khot.')} {row.case} {'raises' * bool(row.raises)}".strip() for row in ROWS]
+ids = [f"{row.name} {row.case} {'raises' * bool(row.raises)}".strip() for row in ROWS]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -764,7 +672,7 @@ def test_a_call_changes_what_it_says(row: Row) -> None:
             with pytest.raises(row.raises):
                 call()
         found = changes(before, state_of(roots))
-        assert row.changes <= found <= row.changes | row.may, (seed, found)
+        assert {*row.changes} <= found <= {*row.changes, *row.may}, (seed, found)
 
 
 def takes_a_module(hint: Any) -> bool:
@@ -798,5 +706,5 @@ def has_to_be_there() -> Iterator[str]:
 
 
 def test_whatever_takes_a_module_is_in_the_table() -> None:
-    missing = set(has_to_be_there()) - {row.name for row in ROWS}
+    missing = set(has_to_be_there()) - {f"khot.{row.name}" for row in ROWS}
     assert not missing, sorted(missing)
