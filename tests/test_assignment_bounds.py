@@ -265,6 +265,18 @@ def test_columns_without_bounds_take_one_pass(cdf: Any, passes: list[solver.Prob
     assert [problem.passes for problem in passes] == [1, 1, 1]
 
 
+def test_few_sums_are_tried_for_the_common_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five at most, where bisection takes fifty."""
+    tried: list[int] = []
+    common, pooled = solver.Problem._common, solver.Problem._pooled
+    monkeypatch.setattr(solver.Problem, "_common", lambda *given: tried.append(0) or common(*given))
+    monkeypatch.setattr(solver.Problem, "_pooled", lambda *given: tried.append(1) or pooled(*given))
+    for tau in (1.0, 0.01, 1e-4):
+        khot.soft_assign(scores(20, 8), (1, 3), (2, 12), total=44, tau=tau)
+    searches = "".join(map(str, tried)).split("0")[1:]
+    assert len(searches) > 20 and max(map(len, searches)) <= 5
+
+
 def test_a_guess_saves_passes(passes: list[solver.Problem]) -> None:
     x, args = scores(200, 8), {"k": (1, 3), "capacity": (45, 55), "total": 400, "tau": 0.01}
     _, bias = khot.soft_assign(x, **args, return_bias=True)
