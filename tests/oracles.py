@@ -7,7 +7,6 @@ Results are float64 numpy arrays, rounded once from the 50-digit values where mp
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -215,72 +214,19 @@ def _root(f: Callable[[Mpf], Mpf], low: Mpf, high: Mpf, tolerance: Mpf) -> Mpf:
         fraction = min(max(fraction, margin), 1 - margin)
 
 
-def _tail(terms: Sequence[tuple[Mpf, int]], tau: Mpf, F: MpCdf, n: int) -> Mpf:
-    """sum of count * F(-distance / tau), nearest first.
-
-    What is left out is at most n times its first term, less than 1e-60 of the sum kept.
-    """
-    total = mp.zero
-    for distance, count in terms:
-        y = F.cdf(-distance / tau)
-        if n * y < total * mp.mpf("1e-60"):
-            break
-        total += count * y
-    return total
-
-
 def _threshold(x: Sequence[Mpf], counts: Sequence[int], k: Mpf, tau: Mpf, F: MpCdf) -> Mpf:
     """t with sum_j counts_j F((x_j - t) / tau) = k; t = +inf, -inf where y is all 0, all 1.
 
     +inf entries use up k, -inf entries are absent; nan where there are more than k of the former.
     """
     k = k - sum(c for v, c in zip(x, counts, strict=True) if v == mp.inf)
-    finite = sorted(((v, c) for v, c in zip(x, counts, strict=True) if mp.isfinite(v)))
+    finite = [(v, mp.mpf(c)) for v, c in zip(x, counts, strict=True) if mp.isfinite(v)]
     n = sum(c for _, c in finite)
     if k > n:
         raise ValueError(f"k = {k} beyond the +inf entries, but only {n} are finite")
     if k <= 0:
         return mp.inf if k == 0 else mp.nan
-    if k == n:
-        return mp.ninf
-    values = [v for v, _ in finite]
-    not_above = [0]  # not_above[i]: the number of entries behind the i smallest values
-    for _, c in finite:
-        not_above.append(not_above[-1] + c)
-
-    if F.compact and n - k in not_above:
-        i = not_above.index(n - k)
-        if values[i] - tau >= values[i - 1]:
-            return (values[i] - tau + values[i - 1]) / 2
-
-    def excess(t: Mpf, split: int) -> Mpf:
-        """Decreasing in t, with the sign of C(t) - k; values[split:] are taken as above t."""
-        if F.compact:
-            return sum(c * F.cdf((v - t) / tau) for v, c in finite) - k
-        above = _tail([(v - t, c) for v, c in finite[split:]], tau, F, n)
-        below = _tail([(t - v, c) for v, c in reversed(finite[:split])], tau, F, n)
-        surplus = n - not_above[split] - k
-        # m - A + B > k in logs: where m = k it compares log B with log A, however small both are.
-        return mp.log(below + max(surplus, 0)) - mp.log(above + max(-surplus, 0))
-
-    # Between two knots everything is analytic; a bisection over the knots finds which two.
-    pad = (tau + max(map(abs, values))) * mp.mpf("1e-30")
-    low = values[0] - tau * F.icdf(k / n) - pad
-    high = values[-1] - tau * F.icdf(k / n) + pad
-    kinks = [v - tau for v in values] if F.compact else []
-    knots = [low, *sorted(v for v in values + kinks if low < v < high), high]
-    first, last = 0, len(knots) - 1
-    while last - first > 1:
-        middle = (first + last) // 2
-        if excess(knots[middle], bisect.bisect_right(values, knots[middle])) > 0:
-            first = middle
-        else:
-            last = middle
-    split = bisect.bisect_right(values, knots[first])
-    ends = knots[first], knots[last]
-    t = _root(lambda t: excess(t, split), *ends, tau * mp.mpf("1e-50"))
-    # A root that rounding moved off a kink would turn y = 0 into 1e-50 and log y into -115.
-    return next((knot for knot in ends if abs(t - knot) < tau * mp.mpf("1e-45")), t)
+    return mp.ninf if k == n else _spending(*zip(*finite, strict=True), k, tau, F, "score")[0]
 
 
 def _scaled(x: Sequence[Mpf], t: Mpf, tau: Mpf) -> list[Mpf]:
@@ -473,7 +419,7 @@ def soft_topk_grad(
 # ---------------------------------------------------------------------------------------- budgets
 
 
-def _budget_threshold(
+def _spending(
     x: Sequence[Mpf], w: Sequence[Mpf], budget: Mpf, tau: Mpf, F: MpCdf, by: str
 ) -> tuple[Mpf, tuple[list[int], list[int]]]:
     """t with sum_i w_i F((x_i - t a_i) / tau) = budget; and, in a gap of compact support, the entries next
@@ -527,8 +473,10 @@ def _budget_threshold(
             last = middle
     split = split_at((knots[first] + knots[last]) / 2)  # the same between two knots
     reach = max(abs(knots[first]), abs(knots[last]))
-    tolerance = max(tau / max(a) * mp.mpf("1e-30"), reach * mp.mpf(10) ** (4 - mp.dps))
-    return _root(lambda t: excess(t, split), knots[first], knots[last], tolerance), ([], [])
+    tolerance = max(tau / max(a) * mp.mpf("1e-50"), reach * mp.mpf(10) ** (4 - mp.dps))
+    t = _root(lambda t: excess(t, split), knots[first], knots[last], tolerance)
+    # A root that rounding moved off a kink would turn y = 0 into 1e-50 and log y into -115.
+    return next((v for v in knots[first : last + 1] if abs(t - v) < tau * mp.mpf("1e-45")), t), ([], [])
 
 
 def _mean_slope(side: Sequence[int], w: Sequence[Mpf], a: Sequence[Mpf]) -> Mpf:
@@ -551,7 +499,7 @@ def soft_budget(
     """
     F, scale = _cdf(cdf, p), mp.mpf(tau)
     row, cost = ([mp.mpf(float(v)) for v in _float64(part)] for part in (x, w))
-    t, _ = _budget_threshold(row, cost, mp.mpf(budget), scale, F, by)
+    t, _ = _spending(row, cost, mp.mpf(budget), scale, F, by)
     t = max(t, mp.zero) if at_most else t
     a = [v if by == "value" else mp.one for v in cost]
     return _floats([F.cdf((v - t * s) / scale) for v, s in zip(row, a, strict=True)]), float(t)
@@ -567,7 +515,7 @@ def soft_budget_grad(
     """
     F, scale = _cdf(cdf, p), mp.mpf(tau)
     row, cost, pull = ([mp.mpf(float(u)) for u in _float64(part)] for part in (x, w, v))
-    t, sides = _budget_threshold(row, cost, mp.mpf(budget), scale, F, by)
+    t, sides = _spending(row, cost, mp.mpf(budget), scale, F, by)
     a = [u if by == "value" else mp.one for u in cost]
     entries = range(len(row))
     z = [(row[i] - t * a[i]) / scale for i in entries]
