@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -72,29 +73,106 @@ def test_eval_is_the_hard_operator_dense_and_sparse(
     torch.testing.assert_close(sae.decode(values, indices), sae(x))
 
 
-@pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("tau", [None, 0.2])
-@pytest.mark.parametrize("k", [1, 2, 3, 9.6, 12])
-def test_loss_has_a_second_error_with_more_latents(k: float, tau: float | None, batch: bool) -> None:
-    sae, x = make(k, tau=tau, batch=batch), scores(2, 7, 5)
-    a = activations(sae, x)
-    errors = []
-    for size in (k, min(1.5 * k, 12)):
-        rows, own = (a.flatten(), size * 14) if batch else (a, size)
-        y = khot.topk_mask(rows.detach(), own) if tau is None else khot.soft_topk(rows, own, tau=tau)
-        code = y.view(a.shape) * a.clamp(min=0)
-        errors.append((code @ sae.decoder + sae.bias - x).square().mean())
-    want = errors[0] + 0.5 * errors[1]
-    torch.testing.assert_close(sae.loss(x, "mse"), want)
-    torch.testing.assert_close(sae(x, loss="mse"), want)
-    want = want.log()
-    got = sae.loss(x)
-    torch.testing.assert_close(sae(x, loss=True), want)
-    torch.testing.assert_close(got, want)
-    parameters = list(sae.parameters())
-    torch.testing.assert_close(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters))
-    if k in (3, 12):  # the trace depends only on whether all latents are selected
-        torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
+def by_hand(
+    sae: TopKSAE,
+    x: Tensor,
+    k: float = 3,
+    tau: float | None = None,
+    hard: bool = False,
+    batch: bool = False,
+    signed: bool = False,
+    widths: Sequence[int] = (),
+    idle: Sequence[int] = (),
+) -> Tensor:
+    """The mean squared error, and half of that with more latents, of all widths; and how well idle latents,
+    those of the largest activations, which may be negative, reconstruct what the first code leaves."""
+    rows = x.double().reshape(-1, 5)
+    W, c, D, b = (p.double() for p in (sae.encoder, sae.encoder_bias, sae.decoder, sae.bias))
+    a = (rows - b) @ W.mT + c
+    by, values = by_sign(a, signed)
+    want, rests = torch.zeros((), dtype=torch.float64), []
+    for share, size in ((0.5, min(1.5 * k, 12)), (1, k)):
+        whole, own = (by.flatten(), size * len(rows)) if batch else (by, size)
+        if tau is None:
+            y = khot.topk_mask(whole.detach(), own)
+        else:
+            y = khot.soft_topk(whole, own, tau=tau, hard=hard)
+        code = y.view(a.shape) * values
+        rests = [rows - code[:, :width] @ D[:width] - b for width in (12, *widths)]
+        want = want + share * torch.stack([rest.square().mean() for rest in rests]).mean()
+    if idle:
+        few = torch.tensor(idle)
+        best = few[by[:, few].topk(min(round(2 * k), len(few))).indices]
+        again = torch.zeros_like(a).scatter(-1, best, a.gather(-1, best)) @ D
+        want = want + 0.3 * (again - rests[0].detach()).square().mean()
+    return want
+
+
+IDLE = (1, 5, 8)
+LOSSES: list[dict[str, Any]] = [
+    *(
+        {"k": k, "tau": tau, "batch": b}
+        for k in (1, 2, 3, 9.6, 12)
+        for tau in (None, 0.2)
+        for b in (False, True)
+    ),
+    *(
+        {"idle": IDLE, **each}
+        for each in ({}, {"k": 1}, {"batch": True}, {"tau": 0.2}, {"k": 12}, {"k": 0.4})
+    ),
+    *({"widths": widths} for widths in ([1], [4, 7, 11], (6,))),
+    *({"widths": [4, 7, 11], **each} for each in ({"batch": True}, {"tau": 0.2}, {"k": 0.4})),
+    *({"widths": [1], **each} for each in ({"batch": True}, {"k": 12})),
+    {"tau": 0.2, "hard": True, "batch": True, "widths": (6,)},
+    # those that are chosen come from several parts
+    *(
+        {"k": 4, "idle": range(2, 9), "parts": True, **each}
+        for each in ({}, {"widths": [3]}, {"k": 1}, {"dtype": torch.bfloat16}, {"signed": True})
+    ),
+]
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=str)
+def test_the_loss_is_the_formula(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"k": 3, "tau": None} | options
+    made = {name: v for name, v in options.items() if name not in ("idle", "parts")}
+    given = {name: v for name, v in options.items() if name not in ("parts", "dtype")}
+    if "parts" in options:
+        monkeypatch.setattr(selected, "ROWS_OF_NARROW", 7)
+    idle, dtype = list(options.get("idle", ())), options.get("dtype", torch.float64)
+    sae = make(**made, revive=99.5 * options["k"] / 12)  # after 100 inputs without use
+    with torch.no_grad():
+        sae.encoder_bias[idle] -= torch.linspace(1, 5, len(idle))
+    sae.idle[2], sae.idle[idle] = 99, 100
+    x = scores(3, 13, 5).to(dtype)
+
+    def loss(*kind: str) -> Tensor:
+        return copy.deepcopy(sae).loss(x, *kind)  # which counts what is used
+
+    one = copy.deepcopy(sae)
+    mse, got = by_hand(sae, x, **given), one.loss(x)
+    if dtype == torch.bfloat16:
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), mse.log(), rtol=0, atol=0.01)
+        return
+    torch.testing.assert_close(got, mse.log())
+    torch.testing.assert_close(loss("mse"), mse)
+    for kind, want in (("mse", mse), (True, mse.log())):
+        torch.testing.assert_close(copy.deepcopy(sae)(x, loss=kind), want)
+    grads = [torch.autograd.grad(y, list(s.parameters())) for y, s in ((got, one), (mse.log(), sae))]
+    torch.testing.assert_close(*grads)
+    # the trace depends on whether all latents are selected, and each takes seconds
+    if options in ({"k": 3, "tau": None, "idle": IDLE}, {"k": 12, "tau": None, "batch": False}) or (
+        len(options.get("widths", ())) > 1 and options["k"] == 3
+    ):
+        torch.compiler.reset()
+        compiled = torch.compile(copy.deepcopy(sae).loss, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), got)
+
+
+def test_nested_widths_do_not_change_the_code() -> None:
+    x = scores(2, 7, 5)
+    torch.testing.assert_close(make(widths=[4, 7, 11])(x), make()(x))
 
 
 def with_idle(inputs: int | None = 100, **options: object) -> TopKSAE:
@@ -105,48 +183,6 @@ def with_idle(inputs: int | None = 100, **options: object) -> TopKSAE:
     sae.idle[[1, 5, 8]] = 100
     sae.idle[2] = 99
     return sae
-
-
-def mean_square_with(sae: TopKSAE, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean squared error with the chosen latents, and what they leave."""
-    rest = x - (chosen * activations(sae, x).relu()) @ sae.decoder - sae.bias
-    return rest.square().mean(), rest.detach()
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"k": 1}, {"batch": True}, {"tau": 0.2}, {"k": 12}, {"k": 0.4}], ids=str
-)
-def test_idle_latents_learn_what_the_others_leave(options: dict[str, object]) -> None:
-    """The 2k of largest activations, which may be negative."""
-    sae, x = with_idle(**options), scores(2, 7, 5)
-    with torch.no_grad():
-        sae.encoder_bias[[1, 5, 8]] -= torch.tensor([1.0, 5, 2])
-    plain, k = copy.deepcopy(sae), float(options.get("k", 3))  # type: ignore[arg-type]
-    plain.revive = None
-    a = activations(sae, x)
-    if "tau" in options:
-        y = khot.soft_topk(a, k, tau=0.2)
-    elif "batch" in options:
-        y = khot.topk_mask(a.detach().flatten(), 14 * k).view(a.shape)
-    else:
-        y = khot.topk_mask(a.detach(), k)
-    _, rest = mean_square_with(sae, x, y)
-    best = a[..., [1, 5, 8]].topk(min(round(2 * k), 3))
-    again = (best.values.unsqueeze(-1) * sae.decoder[torch.tensor([1, 5, 8])[best.indices]]).sum(-2)
-    extra = (again - rest).square().mean()
-    want = plain.loss(x, "mse") + 0.3 * extra
-    got = copy.deepcopy(sae).loss(x)
-    torch.testing.assert_close(got, want.log())
-    parameters = list(sae.parameters())
-    grads = torch.autograd.grad(want.log(), [*parameters, *plain.parameters()])
-    found = copy.deepcopy(sae)
-    found.loss(x).backward()
-    for p, *each in zip(found.parameters(), grads[: len(parameters)], grads[len(parameters) :], strict=True):
-        torch.testing.assert_close(p.grad, each[0] + each[1])
-    if "k" not in options:  # each takes seconds
-        torch.compiler.reset()
-        compiled = torch.compile(copy.deepcopy(sae).loss, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), got)
 
 
 @pytest.mark.parametrize(
@@ -162,44 +198,6 @@ def test_without_idle_latents_the_loss_is_the_same(options: dict[str, object], c
         losses[-1].backward()
         losses += [p.grad for p in sae.parameters()]
     torch.testing.assert_close(losses[: len(losses) // 2], losses[len(losses) // 2 :])
-
-
-@pytest.mark.parametrize(
-    ("options", "widths"),
-    [
-        *(({}, widths) for widths in ([1], [4, 7, 11], (6,))),
-        ({"batch": True}, [1]),
-        ({"batch": True}, [4, 7, 11]),
-        ({"tau": 0.2}, [4, 7, 11]),
-        ({"tau": 0.2, "hard": True, "batch": True}, (6,)),
-        ({"k": 0.4}, [4, 7, 11]),
-        ({"k": 12}, [1]),
-    ],
-    ids=str,
-)
-def test_nested_widths_reconstruct_alone(options: dict[str, object], widths: list[int]) -> None:
-    given = {"k": 3, "tau": None} | options
-    sae, x, k = make(**given, widths=widths), scores(2, 7, 5), float(given["k"])  # type: ignore[arg-type]
-    a, want = activations(sae, x), torch.zeros((), dtype=torch.float64)
-    for share, size in ((1, k), (0.5, min(1.5 * k, 12))):
-        rows, own = (a.flatten(), size * 14) if "batch" in options else (a, size)
-        if given["tau"] is None:
-            y = khot.topk_mask(rows.detach(), own)
-        else:
-            y = khot.soft_topk(rows, own, tau=0.2, hard="hard" in options)
-        code = y.view(a.shape) * a.clamp(min=0)
-        for width in (*widths, 12):
-            out = code[..., :width] @ sae.decoder[:width] + sae.bias
-            want = want + share * (out - x).square().mean() / (len(widths) + 1)
-    want = want.log()
-    got = sae.loss(x)
-    torch.testing.assert_close(got, want)
-    parameters = list(sae.parameters())
-    torch.testing.assert_close(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters))
-    if len(widths) > 1:
-        torch.compiler.reset()
-        torch.testing.assert_close(torch.compile(sae.loss, backend="eager")(x), want)
-    torch.testing.assert_close(sae(x), make(**given)(x))
 
 
 @pytest.mark.parametrize("features, latents", [(1, 3), (7, 2)])
@@ -303,49 +301,6 @@ def test_a_batch_selects_together_what_whole_rows_would(
             ]
             torch.testing.assert_close(*grads)
             torch.testing.assert_close(dict(sae.named_buffers()), dict(dense.named_buffers()))
-
-
-@pytest.mark.parametrize(
-    "kw", [{}, {"widths": [3]}, {"k": 1}, {"dtype": torch.bfloat16}, {"signed": True}], ids=str
-)
-def test_the_loss_of_parts_is_that_of_the_formula(
-    kw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With idle latents, of which those that are chosen come from several parts."""
-    monkeypatch.setattr(selected, "ROWS_OF_NARROW", 7)
-    options = {"k": 4, "dtype": torch.float64} | kw
-    torch.manual_seed(0)
-    sae = TopKSAE(5, 12, centre=False, **options)
-    with torch.no_grad():
-        sae.encoder_bias.normal_()
-        sae.shift.normal_().mul_(0.3)
-    sae.idle[2:9] = 10**6
-    x = scores(3, 13, 5).to(sae.shift.dtype)
-    loss = sae.loss(x)
-    W, c, D, b = (p.double() for p in (sae.encoder, sae.encoder_bias, sae.decoder, sae.bias))
-    rows = x.double().reshape(-1, 5)
-    a = (rows - b) @ W.mT + c
-    k = options["k"]
-    signed = "signed" in options
-    by, values = by_sign(a, signed)
-    best = by.topk(max(int(1.5 * k + 0.5), k)).indices
-    want = torch.zeros((), dtype=torch.float64)
-    rest = rows
-    for count, share in ((best.shape[-1], 0.5), (k, 1.0)):
-        code = torch.zeros_like(a).scatter(-1, best[:, :count], values.gather(-1, best[:, :count]))
-        widths = [12, *options.get("widths", [])]
-        rests = [rows - code[:, :w] @ D[:w] - b for w in widths]
-        rest = rests[0].detach()
-        want = want + share * torch.stack([each.square().mean() for each in rests]).mean()
-    idle = by[:, 2:9].topk(min(2 * k, 7)).indices + 2
-    again = torch.zeros_like(a).scatter(-1, idle, a.gather(-1, idle)) @ D
-    want = (want + 0.3 * (again - rest).square().mean()).log()
-    half = sae.shift.dtype == torch.bfloat16
-    assert loss.dtype == (torch.float32 if half else torch.float64)
-    torch.testing.assert_close(loss.double(), want, rtol=0, atol=0.01 if half else 1e-12)
-    if not half:
-        grads = [torch.autograd.grad(y, list(sae.parameters())) for y in (loss, want)]
-        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize(
