@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import khot
 from drawn import normal as scores
+from khot import nn as layers
 
 
 @dataclass(frozen=True)
@@ -55,115 +56,91 @@ def _mixture(router: str, **kw: Any) -> nn.Module:
     return khot.nn.MixtureOfExperts(getattr(khot.nn, router)(5, 4, 2, **options, **kw), experts)
 
 
+TOKENS, FEW, ROWS = (scores(2, 7, 5),), (scores(7, 5),), (scores(3, 6),)
+QUERIES = (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4)
+PLAIN: dict[str, Any] = {"owns_parameters": False}
 LAYERS = [
     Layer(
         "SoftTopK-learned",
-        lambda **kw: khot.nn.SoftTopK(2.5, 0, tau=0.7, learnable_tau=True, learnable_k=True, **kw),
+        lambda **kw: layers.SoftTopK(2.5, 0, tau=0.7, learnable_tau=True, learnable_k=True, **kw),
         (scores(6, 3),),
     ),
-    Layer("SoftTopK-annealed", _annealed, (scores(3, 6),), owns_parameters=False),
+    Layer("SoftTopK-annealed", _annealed, ROWS, **PLAIN),
     Layer(
         "TopKAttention",
-        lambda **kw: khot.nn.TopKAttention(8, 2, 3, tau=0.5, **kw),
+        lambda **kw: layers.TopKAttention(8, 2, 3, tau=0.5, **kw),
         (scores(5, 2, 8), scores(6, 2, 8, seed=1), scores(6, 2, 8, seed=2)),
     ),
-    Layer("KHotGate", lambda **kw: khot.nn.KHotGate(6, 2.5, **kw), (scores(3, 6),), random=True),
+    Layer("KHotGate", lambda **kw: layers.KHotGate(6, 2.5, **kw), ROWS, random=True),
     Layer(
         "KHotGate-prices",
-        lambda **kw: khot.nn.KHotGate(6, 2.5, cost=[1.0, 0.5, 2, 1, 0, 3], tau=0.5, **kw),
-        (scores(3, 6),),
+        lambda **kw: layers.KHotGate(6, 2.5, cost=[1.0, 0.5, 2, 1, 0, 3], tau=0.5, **kw),
+        ROWS,
     ),
-    Layer("KHotGate-learned", lambda **kw: khot.nn.KHotGate(6, None, **kw), (scores(3, 6),), random=True),
-    Layer(
-        "ExpertChoiceRouter",
-        lambda **kw: khot.nn.ExpertChoiceRouter(5, 3, 1.5, tau=0.5, **kw),
-        (scores(2, 7, 5),),
-    ),
-    Layer(
-        "TokenChoiceRouter",
-        lambda **kw: khot.nn.TokenChoiceRouter(5, 4, 2, tau=0.5, **kw),
-        (scores(2, 7, 5),),
-    ),
+    Layer("KHotGate-learned", lambda **kw: layers.KHotGate(6, None, **kw), ROWS, random=True),
+    Layer("ExpertChoiceRouter", lambda **kw: layers.ExpertChoiceRouter(5, 3, 1.5, tau=0.5, **kw), TOKENS),
+    Layer("TokenChoiceRouter", lambda **kw: layers.TokenChoiceRouter(5, 4, 2, tau=0.5, **kw), TOKENS),
     Layer(
         "TokenChoiceRouter-learned",
-        lambda **kw: khot.nn.TokenChoiceRouter(5, 4, 2, learnable_k=True, tau=0.5, **kw),
-        (scores(2, 7, 5),),
+        lambda **kw: layers.TokenChoiceRouter(5, 4, 2, learnable_k=True, tau=0.5, **kw),
+        TOKENS,
     ),
-    Layer(
-        "BalancedRouter",
-        lambda **kw: khot.nn.BalancedRouter(5, 4, 2, tau=0.5, **kw),
-        (scores(2, 7, 5),),
-    ),
-    Layer("TopKRouter", lambda **kw: khot.nn.TopKRouter(5, 4, 2, **kw), (scores(2, 7, 5),)),
+    Layer("BalancedRouter", lambda **kw: layers.BalancedRouter(5, 4, 2, tau=0.5, **kw), TOKENS),
+    Layer("TopKRouter", lambda **kw: layers.TopKRouter(5, 4, 2, **kw), TOKENS),
     Layer(
         "TopKRouter-groups",
-        lambda **kw: khot.nn.TopKRouter(
+        lambda **kw: layers.TopKRouter(
             5, 8, 2, scores="sigmoid", groups=4, top_groups=2, scale=2.5, capacity=1.0, **kw
         ),
-        (scores(2, 7, 5),),
+        TOKENS,
     ),
-    Layer("MixtureOfExperts-balanced", lambda **kw: _mixture("BalancedRouter", **kw), (scores(2, 7, 5),)),
-    Layer(
-        "MixtureOfExperts-expert choice", lambda **kw: _mixture("ExpertChoiceRouter", **kw), (scores(7, 5),)
-    ),
-    Layer("MixtureOfExperts-top k", lambda **kw: _mixture("TopKRouter", **kw), (scores(2, 7, 5),)),
-    Layer(
-        "MixtureOfExperts-token choice", lambda **kw: _mixture("TokenChoiceRouter", **kw), (scores(2, 7, 5),)
-    ),
-    Layer(
-        "SoftKNN",
-        lambda: khot.nn.SoftKNN(3, 4, tau=khot.nn.Anneal(1.0, 0.1, steps=4)),
-        (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
-        owns_parameters=False,
-    ),
-    Layer(
-        "SoftKNN-learned",
-        lambda **kw: khot.nn.SoftKNN(3, 4, tau=0.7, learnable_tau=True, **kw),
-        (scores(2, 5, 6), scores(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
-    ),
+    Layer("MixtureOfExperts-balanced", lambda **kw: _mixture("BalancedRouter", **kw), TOKENS),
+    Layer("MixtureOfExperts-expert choice", lambda **kw: _mixture("ExpertChoiceRouter", **kw), FEW),
+    Layer("MixtureOfExperts-top k", lambda **kw: _mixture("TopKRouter", **kw), TOKENS),
+    Layer("MixtureOfExperts-token choice", lambda **kw: _mixture("TokenChoiceRouter", **kw), TOKENS),
+    Layer("SoftKNN", lambda: layers.SoftKNN(3, 4, tau=layers.Anneal(1.0, 0.1, steps=4)), QUERIES, **PLAIN),
+    Layer("SoftKNN-learned", lambda **kw: layers.SoftKNN(3, 4, tau=0.7, learnable_tau=True, **kw), QUERIES),
     Layer(
         "QuantileBalancer",
-        lambda: khot.nn.QuantileBalancer(6, 2, bins=64),
+        lambda: layers.QuantileBalancer(6, 2, bins=64),
         (scores(2, 7, 6),),
-        owns_parameters=False,
+        **PLAIN,
         gives_indices=True,
     ),
     Layer(
         "TokenChoiceRouter-balanced",
-        lambda **kw: khot.nn.TokenChoiceRouter(
-            5, 4, 2, tau=0.5, balancer=khot.nn.QuantileBalancer(4, 2, bins=64), **kw
+        lambda **kw: layers.TokenChoiceRouter(
+            5, 4, 2, tau=0.5, balancer=layers.QuantileBalancer(4, 2, bins=64), **kw
         ),
-        (scores(2, 7, 5),),
+        TOKENS,
     ),
-    Layer("TopKSAE", lambda **kw: khot.nn.TopKSAE(5, 12, 2.5, tau=0.5, **kw), (scores(2, 7, 5),)),
-    Layer("TopKSAE-hard", lambda **kw: khot.nn.TopKSAE(5, 12, 3, **kw), (scores(2, 7, 5),)),
+    Layer("TopKSAE", lambda **kw: layers.TopKSAE(5, 12, 2.5, tau=0.5, **kw), TOKENS),
+    Layer("TopKSAE-hard", lambda **kw: layers.TopKSAE(5, 12, 3, **kw), TOKENS),
     Layer(
-        "TopKSAE-batch",
-        lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, hard=True, batch=True, **kw),
-        (scores(2, 7, 5),),
+        "TopKSAE-batch", lambda **kw: layers.TopKSAE(5, 12, 3, tau=0.5, hard=True, batch=True, **kw), TOKENS
     ),
     Layer(
         "TopKSAE-transcoder",
-        lambda **kw: khot.nn.TopKSAE(5, 12, 3, tau=0.5, out_features=4, skip=True, **kw),
-        (scores(2, 7, 5),),
+        lambda **kw: layers.TopKSAE(5, 12, 3, tau=0.5, out_features=4, skip=True, **kw),
+        TOKENS,
     ),
-    Layer("Anneal", lambda: khot.nn.Anneal(1.0, 0.1, steps=4), (), owns_parameters=False),
+    Layer("Anneal", lambda: layers.Anneal(1.0, 0.1, steps=4), (), **PLAIN),
     *(
         Layer(
             f"TopKSAE{'-batch' * batch}-annealed",
-            lambda batch=batch, **kw: khot.nn.TopKSAE(5, 12, _values(2), tau=_values(0.5), batch=batch, **kw),
-            (scores(2, 7, 5),),
+            lambda batch=batch, **kw: layers.TopKSAE(5, 12, _values(2), tau=_values(0.5), batch=batch, **kw),
+            TOKENS,
         )
         for batch in (False, True)
     ),
     Layer(
         "KHotGate-annealed",
-        lambda **kw: khot.nn.KHotGate(6, _values(2), tau=_values(1), estimator="gumbel", **kw),
-        (scores(3, 6),),
+        lambda **kw: layers.KHotGate(6, _values(2), tau=_values(1), estimator="gumbel", **kw),
+        ROWS,
         random=True,
     ),
     *(
-        Layer(f"prune_global{name}", lambda shares=shares, **kw: _pruned(shares, **kw), (scores(7, 5),))
+        Layer(f"prune_global{name}", lambda shares=shares, **kw: _pruned(shares, **kw), FEW)
         for name, shares in {
             "": {},
             "-shares": {"min_share": 0.3, "max_share": 0.5},
