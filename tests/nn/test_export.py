@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import fresh
 import khot
+import modes
 from khot._core.dispatch import OPERATORS
 from khot._kernels.reference.topk_mask import sorted_topk_mask
 from khot.nn import Anneal
@@ -54,14 +55,14 @@ class Row:
         return tuple({self.dim: DYNAMIC} for _ in self.inputs)
 
 
-def mixture(router: nn.Module) -> nn.Module:
-    return khot.nn.MixtureOfExperts(router, [nn.Linear(5, 3) for _ in range(4)])  # type: ignore[arg-type]
-
-
-def pruned(**shares: Any) -> nn.Module:
-    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    khot.nn.prune_global([(model[0], "weight"), (model[1], "weight")], 0.5, tau=0.5, **shares)
-    return model
+def of(row: Any) -> Row:
+    """A row of the table of layers, in float32; routers get a mask, too."""
+    inputs = tuple(x.float() if x.is_floating_point() else x for x in row.inputs)
+    if row.name in MASKED:
+        inputs += (normal(2, 7, seed=1) > 0,)
+    return Row(
+        row.name, row.make, inputs, int(row.name in OF_COLUMNS), row.random, row.name not in NOT_IN_ONNX
+    )
 
 
 def annealed() -> Anneal:
@@ -70,109 +71,26 @@ def annealed() -> Anneal:
 
 TIES = torch.tensor([[1.0, 1, 1, 1], [0, 2, 2, 2], [-0.0, 0, -math.inf, 0], [3, 1, 3, 3]])
 MASK = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
+MASKED = {
+    "ExpertChoiceRouter",
+    "TokenChoiceRouter",
+    "TokenChoiceRouter-balanced",
+    "BalancedRouter",
+    "TopKRouter",
+}
+OF_COLUMNS = {"SoftTopK-learned", "TopKAttention"}
+NOT_IN_ONNX = {"KHotGate-prices", "TopKRouter-groups"}  # which has no budgets, and no stable sort
 ROWS = [
+    *map(of, modes.ROWS.values()),
     Row("SoftTopK", lambda: khot.nn.SoftTopK(2), (TIES,)),
     Row("SoftTopK-masked", lambda: khot.nn.SoftTopK(annealed(), tau=annealed()), (normal(3, 3), MASK)),
     Row(
-        "SoftTopK-learned",
-        lambda: khot.nn.SoftTopK(2.5, 0, learnable_k=True, learnable_tau=True),
-        (normal(6, 3),),
-        dim=1,
-    ),
-    Row("KHotGate", lambda: khot.nn.KHotGate(6, 2.5), (normal(3, 6),), random=True),
-    Row(
-        "KHotGate-prices",
-        lambda: khot.nn.KHotGate(6, 2.5, cost=[1.0, 0.5, 2, 1, 0, 3], tau=0.5),
-        (normal(3, 6),),
-        in_onnx=False,
-    ),
-    Row("KHotGate-learned", lambda: khot.nn.KHotGate(6, None), (normal(3, 6),), random=True),
-    Row("TopKSAE", lambda: khot.nn.TopKSAE(5, 12, 2.5), (normal(2, 7, 5),)),
-    Row("TopKSAE-annealed", lambda: khot.nn.TopKSAE(5, 12, annealed()), (normal(7, 5),)),
-    Row("TopKSAE-batch", lambda: khot.nn.TopKSAE(5, 12, 3, batch=True), (normal(2, 7, 5),)),
-    Row(
-        "TopKSAE-batch annealed",
-        lambda: khot.nn.TopKSAE(5, 12, annealed(), hard=True, batch=True),
-        (normal(7, 5),),
-    ),
-    Row(
-        "ExpertChoiceRouter",
-        lambda: khot.nn.ExpertChoiceRouter(5, 4),
-        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
-    ),
-    Row(
-        "TokenChoiceRouter",
-        lambda: khot.nn.TokenChoiceRouter(5, 4, 2),
-        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
-    ),
-    Row(
-        "TokenChoiceRouter-learned",
-        lambda: khot.nn.TokenChoiceRouter(5, 4, 2, learnable_k=True),
-        (normal(7, 5),),
-    ),
-    Row("TopKRouter", lambda: khot.nn.TopKRouter(5, 4, 2), (normal(2, 7, 5), normal(2, 7, seed=1) > 0)),
-    Row(
-        "TopKRouter-capacity",
-        lambda: khot.nn.TopKRouter(5, 4, 2, scores="sigmoid", capacity=0.8, groups=2, top_groups=1),
-        (normal(7, 5),),
-        in_onnx=False,  # which has no stable sort
-    ),
-    Row("QuantileBalancer", lambda: khot.nn.QuantileBalancer(6, 2, bins=64), (normal(2, 7, 6),)),
-    Row(
-        "TokenChoiceRouter-balanced",
-        lambda: khot.nn.TokenChoiceRouter(5, 4, 2, balancer=khot.nn.QuantileBalancer(4, 2, bins=64)),
-        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
-    ),
-    Row(
-        "BalancedRouter",
-        lambda: khot.nn.BalancedRouter(5, 4, 2),
-        (normal(2, 7, 5), normal(2, 7, seed=1) > 0),
-    ),
-    Row(
-        "MixtureOfExperts-expert choice",
-        lambda: mixture(khot.nn.ExpertChoiceRouter(5, 4)),
-        (normal(2, 7, 5),),
-    ),
-    Row("MixtureOfExperts-top k", lambda: mixture(khot.nn.TopKRouter(5, 4, 2)), (normal(7, 5),)),
-    Row(
-        "MixtureOfExperts-token choice",
-        lambda: mixture(khot.nn.TokenChoiceRouter(5, 4, 2, cdf="uniform")),
-        (normal(7, 5),),
-    ),
-    Row(
-        "TopKAttention",
-        lambda: khot.nn.TopKAttention(8, 2, 3, batch_first=True),
+        "TopKAttention-annealed",
+        lambda: khot.nn.TopKAttention(8, 2, annealed(), batch_first=True),
         (normal(2, 5, 8), normal(2, 6, 8, seed=1), normal(2, 6, 8, seed=2)),
     ),
-    Row(
-        "TopKAttention-annealed",
-        lambda: khot.nn.TopKAttention(8, 2, annealed()),
-        (normal(5, 2, 8), normal(6, 2, 8, seed=1), normal(6, 2, 8, seed=2)),
-        dim=1,
-    ),
-    Row(
-        "SoftKNN",
-        lambda: khot.nn.SoftKNN(3, 4),
-        (normal(2, 5, 6), normal(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
-    ),
-    Row(
-        "SoftKNN-learned",
-        lambda: khot.nn.SoftKNN(3, 4, learnable_tau=True),
-        (normal(2, 5, 6), normal(2, 9, 6, seed=1), torch.arange(18).view(2, 9) % 4),
-    ),
-    Row("pruned", pruned, (normal(3, 5),)),
-    Row("pruned-shares", lambda: pruned(min_share=0.3, max_share=0.6), (normal(3, 5),)),
-    Row("pruned-score", lambda: pruned(by="score"), (normal(3, 5),)),
-    Row("pruned-n_m", lambda: khot.nn.prune_n_m(nn.Linear(8, 4), "weight", tau=0.5), (normal(3, 8),)),
-    Row("Anneal", annealed, ()),
 ]
 each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-
-
-def test_every_layer_is_in_the_table() -> None:
-    classes = [getattr(khot.nn, name) for name in khot.nn.__all__]
-    layers = {c.__name__ for c in classes if isinstance(c, type) and issubclass(c, nn.Module)}
-    assert layers | {"pruned"} == {row.name.partition("-")[0] for row in ROWS}
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -311,17 +229,8 @@ class Together(nn.Module):
 
 def test_onnx_of_layers_together() -> None:
     """One layer of each class, not optimised; the slow test has all of them, each optimised by itself."""
-    left_out = (
-        "-learned",
-        "-masked",
-        "annealed",
-        "-shares",
-        "-score",
-        "-expert choice",
-        "TokenChoice",
-        "Attention-",
-        "Anneal",
-    )
+    left_out = ["-learned", "-masked", "annealed", "-shares", "-score", "-cost", "-expert", "-hard"]
+    left_out += ["-transcoder", "TokenChoice", "Anneal"]
     rows = [row for row in ROWS if row.in_onnx and not any(part in row.name for part in left_out)]
     model = Together(rows).eval()
     inputs = tuple(x for row in rows for x in row.inputs)
@@ -396,11 +305,9 @@ def test_aot_inductor(name: str, tmp_path: Path) -> None:
 
 # What torch.jit.trace does not take in eval mode. docs/export.md lists it, too.
 NOT_TRACED = {
-    "TopKRouter-capacity",
+    "TopKRouter-groups",
     "MixtureOfExperts-top k",
-    "pruned",
-    "pruned-shares",
-    "pruned-score",
+    *(name for name in modes.ROWS if name.startswith("prune_global")),
 }
 
 
