@@ -588,63 +588,27 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
         "log_normalizer": (lambda x, k, tau: poisson.log_normalizer(x, k.detach().round()), True),
         "kl": (lambda x, k, tau: poisson.kl(x, x.detach().sin(), 2), True),
     }
-    for how in ("mean", "sum", "none"):
-        given: dict[str, Any] = {"reduction": how}
-        every |= {
-            f"spearman {how}": (
-                lambda x, k, tau, o=given: losses.spearman_loss(x, targets, tau=tau, **o),
-                True,
-            ),
-            f"ndcg {how}": (
-                lambda x, k, tau, o=given: losses.ndcg_loss(x, targets, k.detach(), tau=tau, mask=mask, **o),
-                True,
-            ),
-            f"log rank {how}": (lambda x, k, tau, o=given: losses.log_rank_loss(x, labels, **o), True),
-            f"average precision {how}": (
-                lambda x, k, tau, o=given: losses.average_precision_loss(x, labels, tau=tau, **o),
-                True,
-            ),
-            f"recall {how}": (
-                lambda x, k, tau, o=given: losses.recall_at_k_loss(x, labels, k.detach(), tau=tau, **o),
-                True,
-            ),
-            f"precision {how}": (
-                lambda x, k, tau, o=given: losses.precision_at_k_loss(x, labels, 2, tau=tau, **o),
-                True,
-            ),
-            f"hit {how}": (
-                lambda x, k, tau, o=given: losses.hit_at_k_loss(x, labels, 2, tau=tau, **o),
-                True,
-            ),
-            f"permutation {how}": (
-                lambda x, k, tau, o=given: losses.permutation_cross_entropy(x, order, tau=tau, **o),
-                True,
-            ),
-            f"permutation masked {how}": (
-                lambda x, k, tau, o=given: losses.permutation_cross_entropy(
-                    x, order, mask=torch.ones_like(mask).scatter(1, order[:, 5:], False), **o
-                ),
-                True,
-            ),
-            f"cross-entropy masked {how}": (
-                lambda x, k, tau, o=given: losses.TopKCrossEntropyLoss(2, tau=tau, **o)(
-                    x, order[:, 0], mask=torch.ones_like(mask).scatter(1, order[:, 5:], False)
-                ),
-                True,
-            ),
-            f"Fenchel-Young {how}": (
-                lambda x, k, tau, o=given: losses.FenchelYoungTopKLoss(2, tau=tau, **o)(
-                    x, (order < 2).long()
-                ),
-                True,
-            ),
-            f"cross-entropy {how}": (
-                lambda x, k, tau, o=given: losses.TopKCrossEntropyLoss({2: 0.5, 3: 0.5}, tau=tau, **o)(
-                    x, order[:, 0]
-                ),
-                True,
-            ),
-        }
+    few = {"mask": torch.ones_like(mask).scatter(1, order[:, 5:], False)}
+    cross, fenchel_young = losses.TopKCrossEntropyLoss, losses.FenchelYoungTopKLoss
+    reduced = {
+        "spearman": lambda x, k, **o: losses.spearman_loss(x, targets, **o),
+        "ndcg": lambda x, k, **o: losses.ndcg_loss(x, targets, k.detach(), mask=mask, **o),
+        "log rank": lambda x, k, tau, **o: losses.log_rank_loss(x, labels, **o),
+        "average precision": lambda x, k, **o: losses.average_precision_loss(x, labels, **o),
+        "recall": lambda x, k, **o: losses.recall_at_k_loss(x, labels, k.detach(), **o),
+        "precision": lambda x, k, **o: losses.precision_at_k_loss(x, labels, 2, **o),
+        "hit": lambda x, k, **o: losses.hit_at_k_loss(x, labels, 2, **o),
+        "permutation": lambda x, k, **o: losses.permutation_cross_entropy(x, order, **o),
+        "permutation masked": lambda x, k, **o: losses.permutation_cross_entropy(x, order, **few, **o),
+        "cross-entropy masked": lambda x, k, **o: cross(2, **o)(x, order[:, 0], **few),
+        "Fenchel-Young": lambda x, k, **o: fenchel_young(2, **o)(x, (order < 2).long()),
+        "cross-entropy": lambda x, k, **o: cross({2: 0.5, 3: 0.5}, **o)(x, order[:, 0]),
+    }
+    every |= {
+        f"{name} {how}": (lambda x, k, tau, f=loss, how=how: f(x, k, tau=tau, reduction=how), True)
+        for name, loss in reduced.items()
+        for how in ("mean", "sum", "none")
+    }
     every["size_penalty"] = (lambda x, k, tau: losses.size_penalty(prob(x), tau), True)
     return every
 

@@ -104,7 +104,7 @@ def test_rows_of_every_kind_together_sum_to_k(name: str) -> None:
                     assert sum_error(y_x, k_x, selectable(x)) <= 1, (tau, k_x)
 
 
-@every_cdf
+@pytest.mark.parametrize("name", ["logistic", "power"])  # of full and of compact support
 def test_six_million_equal_scores(name: str) -> None:
     # the row on which a bracket of ±10 gives a sum of 285
     n, k = 6_290_000, 64
@@ -191,7 +191,7 @@ class PeakMemory(TorchDispatchMode):
             self.now -= nbytes
 
 
-@pytest.mark.parametrize("shape", [(1, 2_000_000), (20_000, 100)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 500_000), (5_000, 100)], ids=str)
 @pytest.mark.parametrize("name", ["logistic", "power"])
 def test_at_most_three_buffers_of_the_input(name: str, shape: tuple[int, int]) -> None:
     x = 30 * torch.randn(shape, generator=torch.Generator().manual_seed(0))  # wide: histograms too
