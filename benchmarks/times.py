@@ -870,6 +870,138 @@ def memory(run: Run, *sizes: int) -> Iterator[Table]:
     report.loglog(run.out.with_suffix(".png"), panels, "n", [name for name in SORTS if name.endswith("*")])
 
 
+KINDS: dict[str, Function] = {
+    "normal": lambda x: x,
+    "ascending": lambda x: x.sort(-1).values,
+    "descending": lambda x: x.sort(-1, descending=True).values,
+    "ties": lambda x: (2 * x).round(),
+    "equal": torch.ones_like,
+    "periodic": lambda x: (torch.arange(x.shape[-1]) % 64).float().expand_as(x).contiguous(),
+    "Cauchy": lambda x: torch.tan(1.57 * torch.erf(x / 2**0.5)),
+    "infinite": lambda x: x.where(x < 1, torch.inf).where(x > -1, -torch.inf),
+}
+
+
+def selected(run: Run, *cases: tuple[str, Any, Any, Any, int]) -> Iterator[Table]:
+    """Selecting the k largest, and summing what was selected.
+
+    In float32: khot.topk beside torch.topk (not sorted) and softmax, on rows of several kinds, and a plot of
+    it against n; hard masks and the k-th largest entry; khot.linear_topk, and a step of TopKSAE with the mean
+    squared error and with its own loss, beside one that is written by hand with torch.topk and a dense code;
+    topk_attention, hard and among 4 k candidates, forward and forward + backward; SoftKNN's predict, and a
+    step among 4 k candidates and among all templates.
+    """
+    tau = 0.1
+
+    def of(kind: str) -> Iterator[Any]:
+        return (case[1:] for case in cases if case[0] == kind)
+
+    def beside(calls: Mapping[str, timing.Call], unit: str, rounds: int = 300) -> list[str]:
+        t = run(calls, rounds)
+        return [report.ratio(t[name] / t[unit]) for name in calls if name != unit]
+
+    def topks(x: Tensor, k: int) -> dict[str, timing.Call]:
+        values, indices = khot.topk(x, k)
+        agrees = torch.equal(values, x.topk(k).values) and torch.equal(x.gather(-1, indices), values)
+        right(agrees, f"khot.topk differs from torch.topk for {tuple(x.shape)}, k = {k}")
+        return {
+            "khot.topk": partial(khot.topk, x, k, sorted=False),
+            "torch.topk": partial(torch.topk, x, k, sorted=False),
+            "softmax": partial(torch.softmax, x, -1),
+        }
+
+    def rows() -> Iterator[list[str]]:
+        for count, n, k in of("rows"):
+            found = [run(topks(kind(normal(count, n)), k)) for kind in KINDS.values()]
+            softmaxes = report.ratio(max(t["khot.topk"] / t["softmax"] for t in found))
+            ratios = (report.ratio(t["torch.topk"] / t["khot.topk"]) for t in found)
+            yield [f"({count:,}, {n:,}), k = {k}", softmaxes, *ratios]
+
+    def masks() -> Iterator[list[str]]:
+        for count, n, k in of("rows"):
+            x = normal(count, n)
+            calls = {"softmax": partial(torch.softmax, x, -1), "mask": partial(khot.topk_mask, x, k)}
+            cells = beside({**calls, "k-th": partial(khot.kth_value, x, k)}, "softmax")
+            yield [f"({count:,}, {n:,}), k = {k}", *cells]
+
+    def steps() -> Iterator[list[str]]:
+        for batch, size, latents, k in of("layer"):
+            torch.manual_seed(0)
+            sae, x = khot.nn.TopKSAE(size, latents, k), torch.randn(batch, size)
+            own = F.mse_loss(sae(x), x)  # which sets the bias
+            names = ("encoder", "encoder_bias", "decoder", "bias")
+            hand = [getattr(sae, name).detach().clone().requires_grad_() for name in names]
+
+            def by_hand(x: Tensor = x, hand: list[Tensor] = hand, k: int = k) -> Tensor:
+                encoder, encoder_bias, decoder, bias = hand
+                a = F.linear(x - bias, encoder, encoder_bias).relu()
+                best = a.topk(k, sorted=False)
+                code = torch.zeros_like(a).scatter(-1, best.indices, best.values)
+                return F.mse_loss(F.linear(code, decoder.mT, bias), x)
+
+            right(torch.allclose(own, by_hand(), rtol=1e-4, atol=1e-5), "the code by hand is another")
+            ours, weight = list(sae.parameters()), sae.encoder.detach()
+            calls: dict[str, timing.Call] = {
+                "product": lambda x=x, w=weight: x @ w.mT,
+                "choice": partial(khot.linear_topk, x, weight, k),
+                "error": lambda sae=sae, x=x, p=ours: torch.autograd.grad(F.mse_loss(sae(x), x), p),
+                "loss": lambda sae=sae, x=x, p=ours: torch.autograd.grad(sae.loss(x), p),
+                "by hand": lambda f=by_hand, p=hand: torch.autograd.grad(f(), p),
+            }
+            yield [f"({batch:,}, {size} → {latents:,}), k = {k}", *beside(calls, "product")]
+
+    def attentions() -> Iterator[list[str]]:
+        for heads, length, size, k in of("heads"):
+            # with a batch dim: without one, torch's attention took five times as long
+            given = [x.clone().requires_grad_() for x in normal(3, 1, heads, length, size)]
+            ways: dict[str, Callable[..., Tensor]] = {
+                "dense": F.scaled_dot_product_attention,
+                "hard": partial(khot.nn.topk_attention, top_k=k, hard=True),
+                "candidates": partial(khot.nn.topk_attention, top_k=k, tau=tau, candidates=4 * k),
+            }
+            forward = {n: partial(f, *(x.detach() for x in given)) for n, f in ways.items()}
+            both = {n: lambda f=f, x=given: torch.autograd.grad(f(*x).sum(), x) for n, f in ways.items()}
+            cells = (cell for calls in (forward, both) for cell in beside(calls, "dense"))
+            yield [f"{heads} heads of {size}, {length:,} keys, k = {k}", *cells]
+
+    def neighbours() -> Iterator[list[str]]:
+        for queries, templates, size, k in of("neighbours"):
+            leaves = [normal(count, size, seed=count).requires_grad_() for count in (queries, templates)]
+            q, t = (x.detach() for x in leaves)
+            asked, label = (torch.randint(10, (len(x),), generator=generator()) for x in leaves)
+            every, among = (khot.nn.SoftKNN(k, 10, tau=tau, candidates=m) for m in (None, 4 * k))
+
+            def step(knn: Any, x: Any = leaves, asked: Tensor = asked, label: Tensor = label) -> object:
+                return torch.autograd.grad(knn.loss(x[0], asked, x[1], label), x)
+
+            calls: dict[str, timing.Call] = {
+                "product": lambda q=q, t=t: q @ t.mT,
+                "predict": partial(every.predict, q, t, label),
+                "candidates": partial(step, among),
+                "all": partial(step, every),
+            }
+            cells = beside(calls, "product")
+            yield [f"{queries:,} of {templates:,} × {size}, k = {k}", *cells]
+
+    yield ["topk: softmaxes at most; times as fast as torch.topk", "softmaxes", *KINDS], rows()
+    yield ["masks and order statistics, in softmaxes", "mask", "k-th"], masks()
+    yield ["a training step, in products of the encoder", "linear_topk", "error", "loss", "by hand"], steps()
+    head = ["hard", f"candidates, τ = {tau}", "hard, both", "candidates, both"]
+    yield ["attention, in dense attention", *head], attentions()
+    head = ["nearest neighbours, in products with templates", "predict", "step, candidates", "step, all"]
+    yield head, neighbours()
+    curves: dict[str, list[tuple[float, float]]] = {}
+    longest = max(n for _, n, _ in of("rows"))
+    for n in (1 << i for i in range(6, 21, 2) if 1 << i <= 16 * longest):
+        x = normal(max(1, (1 << 18) // n), n)
+        for name, seconds in run(topks(x, max(1, min(64, n // 64)))).items():
+            curves.setdefault(name, []).append((n, 1e9 * seconds / x.numel()))
+    title = "ns an entry: the n/64 largest of n, at most 64, one CPU thread"
+    published = Path(__file__).parents[1] / "docs" / "figures" / "topk.png"
+    path = published if run.out.parent == RESULTS else run.out.with_suffix(".png")
+    report.loglog(path, {title: curves}, "n", ["khot.topk"])
+
+
 # ------------------------------------------------------------------------------------------- main
 
 
@@ -916,6 +1048,17 @@ SUBJECTS = {
         ),
         Subject(reference, ((4, 64), (4_096, 64), (128, 1_000), (100, 10_000), (100, 100_000)), 0.3),
         Subject(sampling, ((4_096, 8, 2), (128, 1_000, 100), (100, 10_000, 1_000))),
+        Subject(
+            selected,
+            (
+                *(("rows", *c) for c in ((1024, 1000, 10), (256, 8192, 32), (256, 8192, 256))),
+                *(("rows", *c) for c in ((64, 65_536, 64), (1, 50_257, 50))),
+                *(("layer", *c) for c in ((1024, 512, 16_384, 32), (512, 768, 65_536, 64))),
+                ("layer", 256, 128, 512, 16),  # a batch, and the size of its inputs; latents; k
+                *(("heads", *c) for c in ((4, 1024, 32, 32), (4, 8192, 32, 32), (4, 8192, 64, 64))),
+                *(("neighbours", *c) for c in ((2000, 8192, 64, 9), (500, 60_000, 32, 9))),
+            ),
+        ),
         Subject(simple, (100, 200, 400, 800, 1_600), 0.3),
         Subject(transport, ((1, 10_000, 5), (16, 10_000, 5), (100, 1_000, 5), (4, 1_000, 64)), 2.0),
     )

@@ -135,6 +135,12 @@ TINY: dict[str, tuple[Any, ...]] = {
     "ranking": ((2, 50), (2, 50, 30)),
     "reference": ((2, 16),),
     "sampling": ((4, 8, 2), (4, 1_200, 5)),
+    "selected": (
+        ("rows", 3, 60, 4),
+        ("layer", 8, 6, 20, 3),
+        ("heads", 1, 16, 4, 2),
+        ("neighbours", 5, 60, 4, 3),
+    ),
     "simple": (20, 40),
     "transport": ((2, 30, 3),),
 }
