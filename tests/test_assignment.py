@@ -123,15 +123,6 @@ def test_no_columns(at_most: bool, shape: tuple[int, ...]) -> None:
         khot.soft_assign(x, 1)
 
 
-def test_nan_stays_in_its_matrix() -> None:
-    x = scores(2, 6, 4)
-    x[0, 1, 2] = float("nan")
-    y, bias = khot.soft_assign(x, 2, return_bias=True)
-    assert bool(y[0].isnan().all())
-    assert bool(bias[0].isnan().all())
-    assert_sums(y[1], 2.0, 3.0, 1e-12)
-
-
 @pytest.mark.parametrize("at_most", [False, True])
 def test_the_derivatives_of_a_matrix_with_nan_are_nan(at_most: bool) -> None:
     x, k, capacity = scores(2, 6, 4), torch.full((2, 6), 2.0).double(), torch.full((2, 4), 3.0).double()

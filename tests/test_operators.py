@@ -219,20 +219,19 @@ def test_masked_and_infinite_entries(op: Operator) -> None:
     assert y[0, 1] == (0 if op.name == "log_soft_topk" else 1)
 
 
-@every_mask
+@every
 def test_one_bad_row_spoils_no_other(op: Operator) -> None:
-    k = 2.0
     x = scores()
-    want = op.call(x, k, 0.7)
-    for bad in (float("nan"), float("inf")):
+    want = op.call(x, 2.0, 0.7)
+    for bad in (float("nan"), float("inf"))[: 1 + op.selects]:
         spoiled = x.clone()
         spoiled[1, :3] = bad  # more than k of +inf have no answer either
-        y = op.call(spoiled, k, 0.7)
+        y = op.call(spoiled, 2.0, 0.7)
         if op.name == "budget_mask" and bad == float("inf"):
             assert y[1].tolist() == [1, 1, 0, 0, 0, 0, 0]  # as many of them as the budget pays for
         else:
             assert y[1].isnan().all()
-        assert torch.equal(y[[0, 2]], want[[0, 2]])
+        assert_close(y[[0, 2]], want[[0, 2]], 0 if op.out_dims < 2 else 1e-15)
 
 
 @every
@@ -258,14 +257,6 @@ def test_looks_at_no_value_off_the_cpu(op: Operator, monkeypatch: pytest.MonkeyP
     assert y.shape == op.call(*arguments(op)).shape
     if op.differentiable:
         y.square().sum().backward()
-
-
-@pytest.mark.parametrize("name", ["soft_count", "inverse_soft_count"])
-def test_nan_row_of_counts(name: str) -> None:
-    x = scores()
-    x[1, 2] = float("nan")
-    y = getattr(khot, name)(x, 2.0)
-    assert y.isnan().tolist() == [False, True, False]
 
 
 # ---------------------------------------------------------------------------------- gradients
