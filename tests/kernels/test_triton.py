@@ -18,6 +18,7 @@ import oracles
 from agreement import error_in_tau
 from differences import error as relative_error
 from differences import far
+from drawn import f64
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
 from operators import log_limit
@@ -35,16 +36,12 @@ BACKWARD = {torch.float64: 1e-10, torch.float32: 2e-4}
 either = pytest.mark.parametrize("where", ["kernels", "split"])
 
 
-def number(value: float | list[float]) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
 def rows(name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A row of the adversarial list with every k."""
     x = oracles.ADVERSARIAL[name](n, torch.Generator().manual_seed(n)).to(dtype)
     selectable = int((x > -torch.inf).sum())
     ks = [0.0, *(min(max(k, 0.0), selectable) for k in oracles.adversarial_ks(selectable)), selectable]
-    return x.expand(len(ks), n), number(ks)
+    return x.expand(len(ks), n), f64(ks)
 
 
 def error(got: Tensor, want: Tensor, relative: bool = False) -> float:
@@ -62,14 +59,14 @@ def error_in_scale(got: Tensor, want: Tensor) -> float:
 
 def check_forward(kernels: ModuleType, x: Tensor, k: Tensor, tau: float, cdf: str) -> None:
     dtype, shape = x.dtype, CDFS[cdf]
-    y, _, _ = kernels.soft_topk(x, k, number(tau), cdf, shape, "y")
-    want, _, _ = reference.soft_topk(x.double(), k, number(tau), cdf, shape, "y")
+    y, _, _ = kernels.soft_topk(x, k, f64(tau), cdf, shape, "y")
+    want, _, _ = reference.soft_topk(x.double(), k, f64(tau), cdf, shape, "y")
     assert error(y, want) <= FORWARD[dtype]
     share = torch.minimum(k, (x > -torch.inf).sum(-1) - k).clamp(min=1)
     goal = (1e-12 if dtype == torch.float64 else 1e-6) * share + x.shape[-1] * torch.finfo(dtype).eps / 2
     assert ((y.double().sum(-1) - k).abs() <= goal).all()
-    log_y, _, _ = kernels.soft_topk(x, k, number(tau), cdf, shape, "log")
-    want, _, _ = reference.soft_topk(x.double(), k, number(tau), cdf, shape, "log")
+    log_y, _, _ = kernels.soft_topk(x, k, f64(tau), cdf, shape, "log")
+    want, _, _ = reference.soft_topk(x.double(), k, f64(tau), cdf, shape, "log")
     assert error(log_y, want, relative=True) <= (1e-12 if dtype == torch.float64 else 1e-5)
 
 
@@ -124,10 +121,10 @@ def test_rows_in_float32(
     x[1], x[2, ::3], x[4, :2], x[5, 5] = 0.25, -torch.inf, torch.inf, torch.nan
     # a gap so wide that all exponentials underflow
     x[3] = torch.where(torch.arange(n) % 5 == 0, 400.0, -400.0) + x[3]
-    k = number([3.0, 3.0, n / 2 + 0.5, float(len(range(0, n, 5))), 3.0, 3.0])
+    k = f64([3.0, 3.0, n / 2 + 0.5, float(len(range(0, n, 5))), 3.0, 3.0])
     grad = torch.randn(x.shape, generator=generator)
-    for output, some, tau in (("y", slice(6), number(0.7)), ("log", slice(3), number([0.7] * 3))):
-        s, level, incoming = x[some], k[some] if output == "y" else number(3.5), grad[some]
+    for output, some, tau in (("y", slice(6), f64(0.7)), ("log", slice(3), f64([0.7] * 3))):
+        s, level, incoming = x[some], k[some] if output == "y" else f64(3.5), grad[some]
         y, hi, lo = kernels.soft_topk(s, level, tau, cdf, shape, output)
         want, *t = reference.soft_topk(s.double(), level, tau, cdf, shape, output)
         assert error(y, want, relative=output == "log") <= (5e-7 if output == "y" else 1e-5)
@@ -148,7 +145,7 @@ def test_an_entry_at_the_end_of_a_support(
     request: pytest.FixtureRequest, where: str, cdf: str, shape: float, output: str
 ) -> None:
     """There the slope of its result in the threshold has no bound."""
-    kernels, k, tau = request.getfixturevalue(where), number(9.0), number(1.0)
+    kernels, k, tau = request.getfixturevalue(where), f64(9.0), f64(1.0)
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     x[:, 7] = -torch.inf
     for _ in range(8):  # the entry follows the threshold, which hardly follows it
@@ -175,12 +172,12 @@ def test_temperatures_beyond_float32_for_every_cdf(
 ) -> None:
     kernels = request.getfixturevalue(where)
     x = torch.randn(1, 20, generator=torch.Generator().manual_seed(6))
-    args = (number(tau), cdf, CDFS[cdf], "y")
-    y, hi, lo = kernels.soft_topk(x, number(4.5), *args)
-    want, *t = reference.soft_topk(x.double(), number(4.5), *args)
+    args = (f64(tau), cdf, CDFS[cdf], "y")
+    y, hi, lo = kernels.soft_topk(x, f64(4.5), *args)
+    want, *t = reference.soft_topk(x.double(), f64(4.5), *args)
     assert error(y, want) <= 5e-7
-    got = kernels.soft_topk_backward(x, number(0.0), x, hi, lo, *args)
-    wanted = reference.soft_topk_backward(x.double(), number(0.0), x.double(), *t, *args)
+    got = kernels.soft_topk_backward(x, f64(0.0), x, hi, lo, *args)
+    wanted = reference.soft_topk_backward(x.double(), f64(0.0), x.double(), *t, *args)
     for a, b in zip(got, wanted, strict=True):
         assert error_in_scale(a, b) <= 2e-4
 
@@ -191,10 +188,10 @@ def test_gaps_of_rows_with_a_program_of_their_own(kernels: Any, cdf: str) -> Non
     x = torch.randn(2, 1100, generator=torch.Generator().manual_seed(6))
     x[0, ::110] += 50
     x[1, 7::275] += 40
-    k = number([10.0, 4.0])
+    k = f64([10.0, 4.0])
     assert kernels.layout.tile(2, 1100).together == 1
-    y, hi, lo = kernels.soft_topk(x, k, number(0.01), cdf, CDFS[cdf], "y")
-    _, up, low = reference.soft_topk(x.double(), k, number(0.01), cdf, CDFS[cdf], "y")
+    y, hi, lo = kernels.soft_topk(x, k, f64(0.01), cdf, CDFS[cdf], "y")
+    _, up, low = reference.soft_topk(x.double(), k, f64(0.01), cdf, CDFS[cdf], "y")
     assert torch.equal(y, (x > 20).float())
     torch.testing.assert_close(hi + lo, up + low, rtol=0, atol=1e-5)
 
@@ -219,9 +216,9 @@ def test_temperatures_below_the_spacing_of_scores(
     x[1] = x[1].round(decimals=1)  # several ties
     x[2] = 0.7
     for k in (4.5, 19.3):
-        args = (number(tau), cdf, CDFS[cdf], "y")
-        y, _, _ = kernels.soft_topk(x, number(k), *args)
-        want, _, _ = reference.soft_topk(x.double(), number(k), *args)
+        args = (f64(tau), cdf, CDFS[cdf], "y")
+        y, _, _ = kernels.soft_topk(x, f64(k), *args)
+        want, _, _ = reference.soft_topk(x.double(), f64(k), *args)
         assert error(y, want) <= 5e-7
         torch.testing.assert_close(
             y.double().sum(-1), torch.full((3,), k, dtype=torch.float64), rtol=1e-6, atol=0
@@ -245,13 +242,11 @@ def test_gaps_of_compact_support(
     kernels = request.getfixturevalue(where)
     x = torch.zeros(3, 37, dtype=dtype)
     x[:, 5::7], x[:, 36], x[2, 8] = 2.0, 9.0, torch.inf  # 5 entries of 2, one of 9
-    k, tau = number([1.0, 6.0, 2.0]), number(0.25)
+    k, tau = f64([1.0, 6.0, 2.0]), f64(0.25)
     _, hi, lo = kernels.soft_topk(x, k, tau, cdf, CDFS[cdf], output)
     v = torch.arange(37.0, dtype=dtype).expand(3, 37)
     v = v[:, :0] if output == "threshold" else v
-    dx, dk, dtau = kernels.soft_topk_backward(
-        v, number([4.0, 2.0, 1.0]), x, hi, lo, tau, cdf, CDFS[cdf], output
-    )
+    dx, dk, dtau = kernels.soft_topk_backward(v, f64([4.0, 2.0, 1.0]), x, hi, lo, tau, cdf, CDFS[cdf], output)
     want = torch.zeros_like(x)
     want[0, 5::7], want[0, 36] = 0.4, 2.0
     want[1] = torch.where(x[1] == 2, 0.2, torch.where(x[1] == 0, 1 / 31, 0.0))
@@ -265,7 +260,7 @@ def test_gaps_of_compact_support(
         high = [36.0, v[1, 5::7].mean().item(), 36.0]
         below = 0.0 if output == "log" else 0.5
         expected = [0.5 * a + below * b for a, b in zip(high, low, strict=True)]
-        torch.testing.assert_close(dk, number(expected), rtol=1e-6, atol=0)
+        torch.testing.assert_close(dk, f64(expected), rtol=1e-6, atol=0)
 
 
 def hard_rows(n: int) -> Tensor:
@@ -294,9 +289,9 @@ def test_rows_that_are_hard_for_float32(
         monkeypatch.setattr(
             kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(16, -(-n // 32), 32, 1)
         )
-    x, args = hard_rows(n), (number(tau), cdf, CDFS[cdf], "y")
-    y, hi, lo = kernels.soft_topk(x, number(k), *args)
-    want, *t = reference.soft_topk(x.double(), number(k), *args)
+    x, args = hard_rows(n), (f64(tau), cdf, CDFS[cdf], "y")
+    y, hi, lo = kernels.soft_topk(x, f64(k), *args)
+    want, *t = reference.soft_topk(x.double(), f64(k), *args)
     assert error(y, want) <= FORWARD[torch.float32]
     goal = 1e-6 * max(1.0, min(k, n - k)) + n * torch.finfo(torch.float32).eps / 2
     assert error(y.double().sum(-1), torch.full((len(x),), k)) <= goal
@@ -319,8 +314,8 @@ def test_thresholds_of_float32_have_the_digits_of_float64(
     monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(32, 2, 32, 1))
     parts = [rows(scores, 45, torch.float32) for scores in oracles.ADVERSARIAL]
     x, k = (torch.cat([part[i][2::4] for part in parts]) for i in (0, 1))
-    scores, counts, tau = torch.cat((x, hard_rows(45))), torch.cat((k, number([18.25] * 11))), 0.1
-    args = (counts, number(tau), cdf, CDFS[cdf], "threshold")
+    scores, counts, tau = torch.cat((x, hard_rows(45))), torch.cat((k, f64([18.25] * 11))), 0.1
+    args = (counts, f64(tau), cdf, CDFS[cdf], "threshold")
     _, *got = kernels.soft_topk(scores, *args)
     _, *want = reference.soft_topk(scores.double(), *args)
     # 2⁻⁵² of the scores is all that float64 holds of hi + lo, in τ
@@ -340,8 +335,8 @@ def test_a_rounded_threshold_is_its_two_parts_in_the_scores_dtype(
         monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(*tile))
     x = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[1], x[2, 3], x[3, ::2], x[4, ::2] = 1.0, torch.nan, -torch.inf, torch.inf
-    k = number([3.5, 3.5, 3.5, 20.0, 30.0, 0.0, 50.0])
-    args = (k, number(0.3), "logistic", 0.0)
+    k = f64([3.5, 3.5, 3.5, 20.0, 30.0, 0.0, 50.0])
+    args = (k, f64(0.3), "logistic", 0.0)
     t, hi, lo = kernels.soft_topk(x, *args, "rounded")
     _, *parts = kernels.soft_topk(x, *args, "threshold")
     _, *want = reference.soft_topk(x.double(), *args, "threshold")
@@ -369,7 +364,7 @@ def test_ordinary_thresholds_take_one_step_in_float64(
     monkeypatch.setattr(kernels.exact, "find_exactly", none)
     monkeypatch.setattr(kernels.polish, "STEPS", kernels.polish.tl.constexpr(steps))
     x = torch.randn(4, 250, generator=torch.Generator().manual_seed(2))
-    args = (number(31.3), number(0.7), cdf, CDFS[cdf], "threshold")
+    args = (f64(31.3), f64(0.7), cdf, CDFS[cdf], "threshold")
     _, *got = kernels.soft_topk(x, *args)
     _, *want = reference.soft_topk(x.double(), *args)
     assert error_in_tau(got, want, 0.7).max() <= 1e-12
@@ -393,8 +388,8 @@ def test_powers_of_many_rows(kernels: ModuleType, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(64, 1, 256, 1))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(384, 200, generator=generator)
-    k = number([2.25, 20.5, 73.0, 140.75]).repeat(96)
-    y, _, _ = kernels.soft_topk(x, k, number(1.0), "power", p, "y")
+    k = f64([2.25, 20.5, 73.0, 140.75]).repeat(96)
+    y, _, _ = kernels.soft_topk(x, k, f64(1.0), "power", p, "y")
     assert error(y, soft_topk_by_bisection(x, k, p)) <= FORWARD[torch.float32]
 
 
@@ -402,11 +397,11 @@ def test_one_evaluation_does_ordinary_rows(kernels: ModuleType, monkeypatch: pyt
     monkeypatch.setattr(kernels.counted, "EVALUATIONS", 0)
     leave_hard_rows_out(kernels, monkeypatch)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7))
-    y, _, _ = kernels.soft_topk(x, number(8.0), number(1.0), "logistic", 0.0, "y")
-    want, _, _ = reference.soft_topk(x.double(), number(8.0), number(1.0), "logistic", 0.0, "y")
+    y, _, _ = kernels.soft_topk(x, f64(8.0), f64(1.0), "logistic", 0.0, "y")
+    want, _, _ = reference.soft_topk(x.double(), f64(8.0), f64(1.0), "logistic", 0.0, "y")
     assert error(y, want) <= 5e-7
     x[3] *= 100  # and only these rows
-    y, _, _ = kernels.soft_topk(x, number(8.0), number(1.0), "logistic", 0.0, "y")
+    y, _, _ = kernels.soft_topk(x, f64(8.0), f64(1.0), "logistic", 0.0, "y")
     assert torch.equal(y.isnan().any(-1), torch.arange(4) == 3)
 
 
@@ -421,8 +416,8 @@ def test_one_launch_a_direction(kernels: ModuleType, monkeypatch: pytest.MonkeyP
         (x.double(), "y", torch.zeros(()), ["solve_exactly", "pull_rows_exactly"]),
     ):
         launches.clear()
-        args = (number(1.0), cdf, CDFS[cdf], output)
-        _, hi, lo = kernels.soft_topk(scores, number(3.0), *args)
+        args = (f64(1.0), cdf, CDFS[cdf], output)
+        _, hi, lo = kernels.soft_topk(scores, f64(3.0), *args)
         kernels.soft_topk_backward(scores, grad_lo, scores, hi, lo, *args)
         assert launches == names
 
@@ -430,11 +425,11 @@ def test_one_launch_a_direction(kernels: ModuleType, monkeypatch: pytest.MonkeyP
 def test_one_number_goes_by_value(kernels: ModuleType) -> None:
     values = kernels.layout.values
     device = torch.device("cpu")
-    pointer, stride, high, low = values(number(100_000.3), torch.Size((3,)), device)
+    pointer, stride, high, low = values(f64(100_000.3), torch.Size((3,)), device)
     assert pointer is None and stride == 0
     assert high == torch.tensor(100_000.3).item() and abs(high + low - 100_000.3) < 1e-15 * 1e5
-    assert values(number(1e300), torch.Size((3,)), device).pointer is not None
-    assert values(number([1.0, 2.0, 3.0]), torch.Size((3,)), device).stride == 1
+    assert values(f64(1e300), torch.Size((3,)), device).pointer is not None
+    assert values(f64([1.0, 2.0, 3.0]), torch.Size((3,)), device).stride == 1
 
 
 def test_the_median_row_takes_few_passes(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,8 +438,8 @@ def test_the_median_row_takes_few_passes(kernels: ModuleType, monkeypatch: pytes
     monkeypatch.setattr(kernels.counted, "EVALUATIONS", 6)
     leave_hard_rows_out(kernels, monkeypatch)
     for cdf, shape in CDFS.items():
-        y, _, _ = kernels.soft_topk(x, number(4.0), number(1.0), cdf, shape, "y")
-        want, _, _ = reference.soft_topk(x.double(), number(4.0), number(1.0), cdf, shape, "y")
+        y, _, _ = kernels.soft_topk(x, f64(4.0), f64(1.0), cdf, shape, "y")
+        want, _, _ = reference.soft_topk(x.double(), f64(4.0), f64(1.0), cdf, shape, "y")
         assert error(y, want) <= 5e-7, cdf
 
 
@@ -499,7 +494,7 @@ def test_an_id_that_no_cdf_has_fails(kernels: ModuleType) -> None:
 def test_logs_where_y_leaves_0(kernels: ModuleType, cdf: str, dtype: torch.dtype) -> None:
     """There, log y multiplies the error of z by e/z; the threshold has the digits for it."""
     x = torch.randn(3, 7, generator=torch.Generator().manual_seed(7), dtype=torch.float64).float().to(dtype)
-    args = number([2.3, 3.0, 4.6]), number([0.5, 1.0, 1.7]), cdf, CDFS[cdf], "log"
+    args = f64([2.3, 3.0, 4.6]), f64([0.5, 1.0, 1.7]), cdf, CDFS[cdf], "log"
     got, _, _ = kernels.soft_topk(x, *args)
     want, _, _ = reference.soft_topk(x.double(), *args)
     limit = log_limit(cdfs.resolve(cdf, CDFS[cdf]), want, FORWARD[dtype])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import oracles
 from agreement import error_in_tau
+from drawn import f64
 from khot._kernels.reference import soft_topk as reference
 
 CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "uniform": 2.0, "power": 4 / 3}
@@ -22,10 +23,6 @@ HALVES = [torch.bfloat16, torch.float16]
 every_cdf = pytest.mark.parametrize("cdf", CDFS)
 every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 LEAST = 33  # entries that do not stay on chip one to a register
-
-
-def number(value: float | list[float]) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -75,7 +72,7 @@ def adversarial(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     hard = 2 * torch.randn(8, n, generator=torch.Generator().manual_seed(1)).to(dtype)
     hard[0, 4], hard[1, 7], hard[2, ::2], hard[3, 1::2] = torch.nan, torch.nan, -torch.inf, -torch.inf
     hard[4, :3], hard[5], hard[6, 0], hard[7, -1] = torch.inf, -torch.inf, -torch.inf, torch.inf
-    return torch.stack([*rows, *hard]), number([*ks, 3.0, 3.0, 5.5, 5.5, 2.5, 0.0, 7.0, 7.25])
+    return torch.stack([*rows, *hard]), f64([*ks, 3.0, 3.0, 5.5, 5.5, 2.5, 0.0, 7.0, 7.25])
 
 
 def alike(got: Tensor, want: Tensor, ulps: float, least: float = 0.0) -> None:
@@ -106,7 +103,7 @@ def test_adversarial_rows(
     cdf: str, n: int, output: str, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     x, k = adversarial(n, dtype)
-    tau = number(0.5) if n != 34 else torch.linspace(0.01, 3, len(x), dtype=torch.float64)
+    tau = f64(0.5) if n != 34 else torch.linspace(0.01, 3, len(x), dtype=torch.float64)
     args = (k, tau, cdf, CDFS[cdf], output)
     y, *t = packed.soft_topk(x, *args)
     want, *wanted = reference.soft_topk(x.double(), *args)
@@ -133,7 +130,7 @@ def test_gaps(packed: ModuleType, ways: list[bool], dtype: torch.dtype) -> None:
         x = torch.randn(2, 50, generator=torch.Generator().manual_seed(6)).to(dtype)
         x[0, where::10] += 50
         x[1, where + 7 :: 25] += 40
-        args = (number([5.0, 2.0]), number(0.01), cdf, CDFS[cdf], "y")
+        args = (f64([5.0, 2.0]), f64(0.01), cdf, CDFS[cdf], "y")
         y, *t = packed.soft_topk(x, *args)
         _, *want = reference.soft_topk(x.double(), *args)
         assert torch.equal(y, (x > 20).to(dtype))
@@ -157,7 +154,7 @@ def test_rows_that_do_not_come_in_pairs(packed: ModuleType, ways: list[bool], dt
         (memory[:264].view(4, 66), False),
         (memory[:200].view(4, 50).float(), False),
     ]
-    args = (number([3.0, 20.5, 30.0, 0.0]), number(0.5), "logistic", 0.0, "y")
+    args = (f64([3.0, 20.5, 30.0, 0.0]), f64(0.5), "logistic", 0.0, "y")
     for x, way in cases:
         y, *_ = packed.soft_topk(x, *args)
         want, *_ = reference.soft_topk(x.double(), *args)
@@ -176,7 +173,7 @@ def test_padding_costs_no_second_look(packed: ModuleType, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(importlib.import_module("khot._kernels.triton.threshold"), "moment_terms", again)
     x = torch.randn(2, n, generator=torch.Generator().manual_seed(3)).bfloat16()
-    args = (number(5.5), number(0.5), "logistic", 0.0, "y")
+    args = (f64(5.5), f64(0.5), "logistic", 0.0, "y")
     y, *_ = packed.soft_topk(x, *args)
     want, *_ = reference.soft_topk(x.double(), *args)
     alike(y, want, 1, 1e-6)
@@ -190,7 +187,7 @@ def test_a_row_of_ordinary_size(kernels: ModuleType, dtype: torch.dtype) -> None
     """In the tile that it has on a device."""
     x = torch.randn(1, 40_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert kernels.layout.packs(x, 40_000, 40_000) and not kernels.layout.packs(x.float(), 40_000, 40_000)
-    args = (number(1000.5), number(0.5), "logistic", 0.0, "y")
+    args = (f64(1000.5), f64(0.5), "logistic", 0.0, "y")
     y, hi, lo = kernels.soft_topk(x, *args)
     want, *t = reference.soft_topk(x.double(), *args)
     alike(y, want, 1, 1e-6)

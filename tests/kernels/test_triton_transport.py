@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from differences import error
 from khot._core.dispatch import OPERATORS
 from khot._kernels.reference import transport
 
@@ -30,16 +31,6 @@ def rows(n: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
     x[7, : k + 1] = INF if k < n else NAN
     x[8, : n - k + 1] = -INF
     return x.to(dtype)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference in units of the row's largest number, or of 1; inf where only one is NaN."""
-    got, want = got.double(), want.double()
-    if not want.numel():
-        return 0.0 if got.shape == want.shape else INF
-    size = want.abs().nan_to_num().flatten(1).amax(-1).clamp(min=1)
-    difference = (got - want).abs().masked_fill(got.isnan() & want.isnan(), 0).nan_to_num(nan=INF)
-    return (difference.flatten(1) / size.unsqueeze(-1)).max().item()
 
 
 def gradients(v: Tensor, x: Tensor, epsilon: Tensor, places: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
