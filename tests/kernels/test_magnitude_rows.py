@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import khot
+from drawn import floats
 from khot._kernels.reference import magnitude as reference
 from oracles import ADVERSARIAL
 
@@ -20,10 +21,6 @@ P = [2.0, 4 / 3]
 
 each_p = pytest.mark.parametrize("p", P, ids=["p2", "p4/3"])
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=[str(d)[6:] for d in FLOATS])
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_as_reference(x: Tensor, k: Tensor, tau: Tensor, p: float) -> None:
@@ -43,7 +40,7 @@ def assert_as_reference(x: Tensor, k: Tensor, tau: Tensor, p: float) -> None:
     assert torch.equal(clear, gamma.abs() < 1e300)
     assert ((gamma - want_gamma).abs() <= 1e-11 * want_gamma.abs() + 1e-300)[clear].all()
 
-    v = normal(*x.shape, seed=3).to(x.dtype)
+    v = floats(*x.shape, seed=3).to(x.dtype)
     zero = torch.zeros_like(want_hi)
     given = (k.double(), want_hi, want_lo, tau.double(), p, True)
     got = torch.ops.khot.soft_topk_magnitude_backward(v, zero, x, want.to(x.dtype), *given)
@@ -67,7 +64,7 @@ def test_rows_of_every_length(p: float, first: int) -> None:
     """Rows of 1 to 70 entries: a group of lanes and rows that are left over, and k up to both of its ends."""
     for n in range(1, 71):
         tau = (1e-3, 0.1, 1.0, 30.0, 1e3)[(first + n) % 5]  # each beside every number of lanes that are left
-        x = normal(19, n, seed=n)
+        x = floats(19, n, seed=n)
         x[0] = x[0].round()
         x[1] = 0.75
         x[2, ::2] = 0
@@ -88,7 +85,7 @@ def test_adversarial_rows(p: float, dtype: torch.dtype) -> None:
 
 @each_p
 def test_scalars_of_each_row(p: float) -> None:
-    x = normal(48, 64) * torch.logspace(-6, 6, 48)[:, None]
+    x = floats(48, 64) * torch.logspace(-6, 6, 48)[:, None]
     k = torch.randint(0, 65, (48,), generator=torch.Generator().manual_seed(0))
     assert_as_reference(x, k, torch.logspace(-6, 6, 48).flip(0), p)
 
@@ -96,7 +93,7 @@ def test_scalars_of_each_row(p: float) -> None:
 @each_p
 def test_rows_that_are_left_to_the_other_solver(p: float) -> None:
     """In one group with rows that are not: a NaN, infinite entries, k or tau out of range."""
-    x = normal(32, 64)
+    x = floats(32, 64)
     x[3, 5], x[4, 7], x[5, :3] = math.nan, math.inf, -math.inf
     x[6] *= 1e30
     x[7] *= 1e-30
@@ -120,7 +117,7 @@ def test_long_rows(p: float, kind: str) -> None:
 @each_p
 def test_infinite_and_missing_entries_of_long_rows(p: float) -> None:
     """They are not in the sample."""
-    x = normal(3, 70_001)
+    x = floats(3, 70_001)
     x[0, 69_000], x[1, 69_000] = math.inf, math.nan
     assert_as_reference(x, torch.tensor(700), torch.tensor(1.0), p)
 
@@ -130,11 +127,11 @@ def test_infinite_and_missing_entries_of_long_rows(p: float) -> None:
 def test_gradients_are_those_of_a_row_by_itself(p: float, dtype: torch.dtype) -> None:
     """Short rows are taken together, and their incoming gradients may be expanded."""
     for n in (1, 4, 8, 16, 33, 64, 65):
-        x, tau = normal(37, n).to(dtype), torch.linspace(0.1, 2, 37).requires_grad_()
+        x, tau = floats(37, n).to(dtype), torch.linspace(0.1, 2, 37).requires_grad_()
         k = torch.arange(37) % n + 1
         leaf = x.clone().requires_grad_()
         y = khot.soft_topk_magnitude(leaf, k, tau=tau, p=p)
-        for v in (normal(37, n, seed=1).to(dtype), torch.ones(37, 1, dtype=dtype).expand(37, n)):
+        for v in (floats(37, n, seed=1).to(dtype), torch.ones(37, 1, dtype=dtype).expand(37, n)):
             together = torch.autograd.grad(y, (leaf, tau), v, retain_graph=True)
             for i in (0, 20, 36):
                 row, own_tau = x[i].clone().requires_grad_(), tau[i].detach().requires_grad_()
@@ -159,6 +156,6 @@ def test_passes_of_the_reference(
         return guarded(trial, *rest)
 
     monkeypatch.setattr(reference, "guarded", counting)
-    x, taus = normal(4, 50).double(), torch.full((4,), tau, dtype=torch.float64)
+    x, taus = floats(4, 50).double(), torch.full((4,), tau, dtype=torch.float64)
     reference.soft_topk_magnitude(x, torch.tensor(k, dtype=torch.float64), taus, p, True)
     assert len(passes) <= most

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import fresh
 import khot
 import modes
+from drawn import floats
 from khot._core.dispatch import OPERATORS
 from khot._kernels.reference.topk_mask import sorted_topk_mask
 from khot.nn import Anneal
@@ -26,10 +27,6 @@ DYNAMIC = torch.export.Dim.DYNAMIC
 
 # torch's own: its exporter copies specs of a deprecated type
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def of(row: Any) -> Row:
     """A row of the table of layers, in float32; routers get a mask, too."""
     inputs = tuple(x.float() if x.is_floating_point() else x for x in row.inputs)
     if row.name in MASKED:
-        inputs += (normal(2, 7, seed=1) > 0,)
+        inputs += (floats(2, 7, seed=1) > 0,)
     return Row(
         row.name, row.make, inputs, int(row.name in OF_COLUMNS), row.random, row.name not in NOT_IN_ONNX
     )
@@ -83,11 +80,11 @@ NOT_IN_ONNX = {"KHotGate-prices", "TopKRouter-groups"}  # which has no budgets, 
 ROWS = [
     *map(of, modes.ROWS.values()),
     Row("SoftTopK", lambda: khot.nn.SoftTopK(2), (TIES,)),
-    Row("SoftTopK-masked", lambda: khot.nn.SoftTopK(annealed(), tau=annealed()), (normal(3, 3), MASK)),
+    Row("SoftTopK-masked", lambda: khot.nn.SoftTopK(annealed(), tau=annealed()), (floats(3, 3), MASK)),
     Row(
         "TopKAttention-annealed",
         lambda: khot.nn.TopKAttention(8, 2, annealed(), batch_first=True),
-        (normal(2, 5, 8), normal(2, 6, 8, seed=1), normal(2, 6, 8, seed=2)),
+        (floats(2, 5, 8), floats(2, 6, 8, seed=1), floats(2, 6, 8, seed=2)),
     ),
 ]
 each = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -151,7 +148,7 @@ def test_saved_gate_that_draws(options: dict[str, Any]) -> None:
     standard deviations with probability 2e-9."""
     torch.manual_seed(0)
     gate = khot.nn.KHotGate(6, **options)
-    gate.logits.data = normal(6, seed=1)
+    gate.logits.data = floats(6, seed=1)
     x = torch.ones(4000, 6)
     if options.get("estimator") in {"sequential_softmax", "ncpss"}:
         with pytest.raises(RuntimeError):
@@ -166,7 +163,7 @@ def test_saved_gate_that_draws(options: dict[str, Any]) -> None:
 
 
 def test_saved_router_in_a_new_process(tmp_path: Path) -> None:
-    path, x = tmp_path / "router.pt2", normal(2, 7, 5)
+    path, x = tmp_path / "router.pt2", floats(2, 7, 5)
     torch.export.save(torch.export.export(khot.nn.TokenChoiceRouter(5, 4, 2).eval(), (x,)), path)
     code = (
         "import sys, torch, khot\n"
@@ -256,7 +253,7 @@ class Masks(nn.Module):
 
 def test_onnx_of_masks() -> None:
     """Ties, infinities, NaN, rows without an answer, a k for each row, other dims, half precision."""
-    x = torch.cat([TIES, torch.full((1, 4), -math.inf), torch.full((1, 4), math.nan), normal(2, 4)])
+    x = torch.cat([TIES, torch.full((1, 4), -math.inf), torch.full((1, 4), math.nan), floats(2, 4)])
     k = torch.tensor([0.0, 4, 1, 3, 0, 2, 2.5, 5])
     run = in_onnx_runtime(Masks().eval(), (x, k))
     want = [OPERATORS["topk_mask"].overload(x, v) for v in (torch.tensor(2.0), k)]
@@ -278,7 +275,7 @@ def test_onnx_has_no_soft_choice(layer: nn.Module) -> None:
     with pytest.raises(
         torch.onnx.errors.OnnxExporterError, match=r"translating node .*khot\.soft_topk"
     ) as caught:
-        torch.onnx.export(layer, (normal(3, 4),), dynamo=True, verbose=False)
+        torch.onnx.export(layer, (floats(3, 4),), dynamo=True, verbose=False)
     error: BaseException = caught.value
     while error.__cause__ is not None:
         error = error.__cause__
@@ -288,7 +285,7 @@ def test_onnx_has_no_soft_choice(layer: nn.Module) -> None:
 def test_onnx_has_no_choice_under_a_budget() -> None:
     gate = khot.nn.KHotGate(4, 2.0, cost=[1.0, 0.5, 2, 1]).eval()
     with pytest.raises(torch.onnx.errors.OnnxExporterError, match=r"translating node .*khot\.budget_mask"):
-        torch.onnx.export(gate, (normal(3, 4),), dynamo=True, verbose=False)
+        torch.onnx.export(gate, (floats(3, 4),), dynamo=True, verbose=False)
 
 
 @pytest.mark.slow

@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drawn import floats
 from khot.nn import Anneal, TopKSAE, sae_from_layout, sae_to_layout
 
 D, N, K = 5, 12, 3
 State = dict[str, Tensor]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class SAELens(nn.Module):
@@ -29,8 +26,8 @@ class SAELens(nn.Module):
     def __init__(self, k: int | None, rescale: bool = False) -> None:
         super().__init__()
         self.rescale = rescale
-        self.W_enc, self.b_enc = nn.Parameter(normal(D, N)), nn.Parameter(normal(N, seed=1))
-        self.W_dec, self.b_dec = nn.Parameter(normal(N, D, seed=2)), nn.Parameter(normal(D, seed=3))
+        self.W_enc, self.b_enc = nn.Parameter(floats(D, N)), nn.Parameter(floats(N, seed=1))
+        self.W_dec, self.b_dec = nn.Parameter(floats(N, D, seed=2)), nn.Parameter(floats(D, seed=3))
         self.k = k
         if k is None:
             self.threshold = nn.Parameter(torch.full((N,), 0.5))
@@ -56,7 +53,7 @@ class DictionaryLearning(nn.Module):
         super().__init__()
         self.batch = batch
         self.encoder, self.decoder = nn.Linear(D, N), nn.Linear(N, D, bias=False)
-        self.b_dec = nn.Parameter(normal(D, seed=3))
+        self.b_dec = nn.Parameter(floats(D, seed=3))
         self.register_buffer("k", torch.tensor(K, dtype=torch.int))
         self.register_buffer("threshold", torch.tensor(0.3 if batch else -1.0))
 
@@ -90,8 +87,8 @@ def trained(batch: bool, k: float | Anneal = K, dtype: torch.dtype = torch.float
     sae.decoder = sae.decoder.detach() * torch.linspace(0.5, 2, N, dtype=dtype).unsqueeze(-1)
     with torch.no_grad():
         for i, parameter in enumerate(sae.parameters()):
-            parameter += normal(*parameter.shape, seed=i) / 4
-        sae(normal(20, D, seed=9).to(dtype))
+            parameter += floats(*parameter.shape, seed=i) / 4
+        sae(floats(20, D, seed=9).to(dtype))
     return sae.eval()
 
 
@@ -105,7 +102,7 @@ def assert_same(sae: TopKSAE, copy: TopKSAE) -> None:
 @each
 @each_dtype
 def test_there(layout: str, batch: bool, dtype: torch.dtype) -> None:
-    sae, other, x = trained(batch, dtype=dtype), LAYERS[layout, batch]().to(dtype), normal(50, D).to(dtype)
+    sae, other, x = trained(batch, dtype=dtype), LAYERS[layout, batch]().to(dtype), floats(50, D).to(dtype)
     state = sae_to_layout(sae, layout)
     assert {name: (v.shape, v.is_contiguous()) for name, v in state.items()} == {
         name: (v.shape, True) for name, v in other.state_dict().items()
@@ -117,7 +114,7 @@ def test_there(layout: str, batch: bool, dtype: torch.dtype) -> None:
 @each
 @each_dtype
 def test_and_back(layout: str, batch: bool, dtype: torch.dtype) -> None:
-    other, x = LAYERS[layout, batch]().to(dtype), normal(50, D).to(dtype)
+    other, x = LAYERS[layout, batch]().to(dtype), floats(50, D).to(dtype)
     sae = sae_from_layout(other.state_dict(), layout, k=K, **TOLD[layout, batch])
     assert sae.training and all(p.dtype == dtype and p.requires_grad for p in sae.parameters())
     torch.testing.assert_close(sae.eval()(x), other(x))
@@ -143,7 +140,7 @@ def test_there_and_back_at_the_threshold_itself(layout: str, batch: bool, dtype:
     copy = sae_from_layout(sae_to_layout(sae, layout), layout, k=K, **TOLD[layout, batch]).eval()
     assert_same(sae, copy)
     if batch:
-        a = sae._activations(normal(20, D, seed=9).to(dtype))
+        a = sae._activations(floats(20, D, seed=9).to(dtype))
         level = sae_to_layout(sae, layout)["threshold"]
         assert sae.threshold is not None and (a == sae.threshold).any()
         assert (a > level).equal(a >= sae.threshold)
@@ -158,7 +155,7 @@ def in_training(batch: bool, length: float | None = None) -> tuple[State, nn.Mod
     with torch.no_grad():
         other.W_dec[3] = 0
         if length is not None:
-            other.W_dec.copy_(normal(N, D, seed=2))
+            other.W_dec.copy_(floats(N, D, seed=2))
             other.W_dec.mul_(length / other.W_dec.norm(dim=-1, keepdim=True))
     state: State = other.state_dict()
     if batch:
@@ -169,7 +166,7 @@ def in_training(batch: bool, length: float | None = None) -> tuple[State, nn.Mod
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_state_of_saelens_in_training(batch: bool) -> None:
     state, other = in_training(batch)
-    x = normal(50, D)
+    x = floats(50, D)
     with torch.no_grad():
         want = other(x)
     want = torch.where(want.isnan(), 0, want)
@@ -196,7 +193,7 @@ def test_where_rescaling_makes_no_difference_it_need_not_be_told(
     sae = sae_from_layout(rounded, "saelens", k=K, apply_b_dec_to_input=True).eval()
     assert sae.encoder.equal(rounded["W_enc"].mT)
     if dtype == torch.float32:
-        torch.testing.assert_close(sae(normal(50, D)), other(normal(50, D)))
+        torch.testing.assert_close(sae(floats(50, D)), other(floats(50, D)))
 
 
 def test_the_threshold_of_batch_top_k_in_training_counts_rescaled_activations() -> None:
@@ -209,12 +206,12 @@ def test_a_row_of_zeros_stays_one() -> None:
     state, _ = in_training(False)
     told = {"rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True}
     sae = sae_from_layout(state, "saelens", k=K, **told)
-    assert (sae.decoder[3] == 0).all() and sae(normal(50, D)).isfinite().all()
+    assert (sae.decoder[3] == 0).all() and sae(floats(50, D)).isfinite().all()
 
 
 def test_a_state_of_saelens_with_a_threshold_selects_by_it() -> None:
     """Layers with that name never rescale."""
-    other, x = SAELens(None), normal(50, D)
+    other, x = SAELens(None), floats(50, D)
     told = {"k": K, "apply_b_dec_to_input": True}
     sae = sae_from_layout(other.state_dict(), "saelens", **told).eval()
     assert sae.batch
@@ -225,7 +222,7 @@ def test_a_state_of_saelens_with_a_threshold_selects_by_it() -> None:
 
 def test_a_state_of_dictionary_learning_with_a_threshold_has_to_be_told() -> None:
     for batch in (False, True):
-        other, x = DictionaryLearning(batch), normal(50, D)
+        other, x = DictionaryLearning(batch), floats(50, D)
         other.threshold.fill_(0.3)
         with pytest.raises(ValueError, match=r"batch must be given.*BatchTopKSAE \(batch=True\)"):
             sae_from_layout(other.state_dict(), "dictionary_learning")
@@ -235,7 +232,7 @@ def test_a_state_of_dictionary_learning_with_a_threshold_has_to_be_told() -> Non
 
 def test_the_way_there_to_a_layer_in_training() -> None:
     """It must not rescale, or the rows of the decoder need one length."""
-    sae, x = trained(False), normal(50, D)
+    sae, x = trained(False), floats(50, D)
     other = SAELens(K, rescale=False)
     other.load_state_dict(sae_to_layout(sae, "saelens"))
     torch.testing.assert_close(other(x), sae(x))
@@ -334,7 +331,7 @@ def configuration(**other: object) -> dict[str, Any]:
 @pytest.mark.parametrize("subtracts", [True, False])
 @pytest.mark.parametrize("rescales", [True, False])
 def test_a_configuration_tells_what_a_state_does_not(rescales: bool, subtracts: bool) -> None:
-    other, x = SAELens(K, rescale=rescales), normal(50, D)
+    other, x = SAELens(K, rescale=rescales), floats(50, D)
     state = other.state_dict()
     told = configuration(rescale_acts_by_decoder_norm=rescales, apply_b_dec_to_input=subtracts)
     with torch.no_grad():
@@ -358,7 +355,7 @@ def test_a_configuration_tells_what_a_state_does_not(rescales: bool, subtracts: 
 @pytest.mark.parametrize("subtracts", [True, False])
 def test_thresholds_of_single_latents(subtracts: bool) -> None:
     """As in JumpReLU autoencoders, Gemma Scope among them."""
-    other, x = SAELens(None), normal(50, D)
+    other, x = SAELens(None), floats(50, D)
     with torch.no_grad():
         other.threshold.copy_(torch.linspace(-0.5, 2, N))
         want = other(x if subtracts else x + other.b_dec)
@@ -396,13 +393,13 @@ def test_training_moves_thresholds_of_single_latents_together() -> None:
     sae = sae_from_layout(other.state_dict(), "saelens", k=K, apply_b_dec_to_input=True)
     before = sae.threshold.clone()  # type: ignore[union-attr]
     for seed in range(400):
-        sae(normal(64, D, seed=seed))
+        sae(floats(64, D, seed=seed))
     after = sae.threshold
     assert after is not None and after.std() < 0.01 * before.std()
     single = trained(True)
     single.train()
     for seed in range(400):
-        single(normal(64, D, seed=seed))
+        single(floats(64, D, seed=seed))
     assert single.threshold is not None and single.threshold.shape == (1,)
 
 
@@ -411,7 +408,7 @@ def test_what_a_bias_of_zero_need_not_be_told() -> None:
     with torch.no_grad():
         other.b_dec.zero_()
     sae = sae_from_layout(other.state_dict(), "saelens", k=K).eval()
-    torch.testing.assert_close(sae(normal(50, D)), other(normal(50, D)))
+    torch.testing.assert_close(sae(floats(50, D)), other(floats(50, D)))
     with torch.no_grad():
         other.b_dec[0] = 1
     with pytest.raises(ValueError, match="apply_b_dec_to_input must be given"):
@@ -419,7 +416,7 @@ def test_what_a_bias_of_zero_need_not_be_told() -> None:
 
 
 def test_nested_widths_of_states() -> None:
-    other, x = SAELens(None), normal(50, D)
+    other, x = SAELens(None), floats(50, D)
     state = {name: value for name, value in other.state_dict().items() if name != "threshold"}
     level = torch.tensor(0.5)
     with torch.no_grad():
@@ -474,7 +471,7 @@ def test_a_configuration_that_is_refused() -> None:
 def test_folders(layout: str, batch: bool, tmp_path: Path) -> None:
     if layout == "saelens":
         pytest.importorskip("safetensors")
-    sae, x = trained(batch), normal(50, D)
+    sae, x = trained(batch), floats(50, D)
     state = sae_to_layout(sae, layout, folder=tmp_path / "deep" / "folder")
     assert state.keys() == sae_to_layout(sae, layout).keys()
     k = {"k": K} if layout == "saelens" and batch else {}

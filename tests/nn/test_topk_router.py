@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import khot
+from drawn import floats
 from khot.nn import QuantileBalancer, TopKRouter
 
 E, K, D = 8, 2, 6
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def with_weight(router: TopKRouter, weight: Tensor) -> TopKRouter:
@@ -54,9 +51,9 @@ def of_transformers(name: str, model: str, normalize: bool) -> tuple[nn.Module, 
 )
 def test_routes_as_models_with_a_softmax(name: str, model: str, normalize: bool) -> None:
     theirs, ours = of_transformers(name, model, normalize)
-    theirs.weight.data = normal(E, D)  # type: ignore[union-attr]
-    with_weight(ours, normal(E, D))
-    x = normal(3, 7, D, seed=1)
+    theirs.weight.data = floats(E, D)  # type: ignore[union-attr]
+    with_weight(ours, floats(E, D))
+    x = floats(3, 7, D, seed=1)
     logits, weights, indices = theirs(x)
     got = ours(x)
     assert torch.equal(got.indices.flatten(0, 1), indices)
@@ -76,15 +73,15 @@ def test_routes_as_deepseek(normalize: bool) -> None:
         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": normalize,
     }  # fmt: skip
     theirs = modeling_deepseek_v3.DeepseekV3TopkRouter(configuration_deepseek_v3.DeepseekV3Config(**options))
-    theirs.weight.data = normal(E, D)
-    theirs.e_score_correction_bias.copy_(normal(E, seed=2) / 4)
+    theirs.weight.data = floats(E, D)
+    theirs.e_score_correction_bias.copy_(floats(E, seed=2) / 4)
     balancer = QuantileBalancer(E, K, groups=4, top_groups=2)
     ours = TopKRouter(
         D, E, K, scores="sigmoid", normalize=normalize, scale=2.5, groups=4, top_groups=2, balancer=balancer
     )
-    with_weight(ours, normal(E, D))
+    with_weight(ours, floats(E, D))
     balancer.bias.copy_(theirs.e_score_correction_bias)
-    x = normal(40, D, seed=1)
+    x = floats(40, D, seed=1)
     _, weights, indices = theirs(x)
     got = ours(x)
     order, their_order = got.indices.argsort(-1), indices.argsort(-1)  # theirs are in no order
@@ -99,7 +96,7 @@ def test_routes_as_deepseek(normalize: bool) -> None:
 
 
 def test_is_the_same_in_both_modes_and_learns_in_both() -> None:
-    router, x = TopKRouter(D, E, K), normal(5, 9, D)
+    router, x = TopKRouter(D, E, K), floats(5, 9, D)
     train, evaluated = router(x), router.eval()(x)
     assert all(map(torch.equal, train, evaluated))
     train.topk_weights.square().sum().backward()
@@ -108,7 +105,7 @@ def test_is_the_same_in_both_modes_and_learns_in_both() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_chooses_in_float32(dtype: torch.dtype) -> None:
-    router, x = TopKRouter(D, E, K, dtype=dtype), normal(5, 9, D).to(dtype)
+    router, x = TopKRouter(D, E, K, dtype=dtype), floats(5, 9, D).to(dtype)
     got, want = router(x), router.float()(x.float())
     assert got.topk_weights.dtype == dtype and got.logits.dtype == torch.float32
     assert torch.equal(got.indices, want.indices) and torch.equal(got.logits, want.logits)
@@ -131,11 +128,11 @@ def dropped_by_hand(indices: Tensor, most: float) -> Tensor:
 @pytest.mark.parametrize("capacity", [0, 0.3, 1, 1.25, 100])
 @pytest.mark.parametrize("masked", [False, True])
 def test_capacity_drops_what_comes_last(capacity: float, masked: bool) -> None:
-    x = normal(3, 20, D)
-    mask = normal(3, 20, seed=5) > -0.5 if masked else None
+    x = floats(3, 20, D)
+    mask = floats(3, 20, seed=5) > -0.5 if masked else None
     free, router = TopKRouter(D, E, K), TopKRouter(D, E, K, capacity=capacity)
-    with_weight(free, normal(E, D, seed=3))
-    with_weight(router, normal(E, D, seed=3))
+    with_weight(free, floats(E, D, seed=3))
+    with_weight(router, floats(E, D, seed=3))
     whole, got = free(x, mask), router(x, mask)
     tokens = 60 if mask is None else int(mask.sum())
     kept = dropped_by_hand(whole.indices, math.ceil(capacity * K / E * tokens))
@@ -164,7 +161,7 @@ def test_a_router_keeps_the_biases_of_its_balancer() -> None:
 
 
 def test_padding_goes_to_no_expert() -> None:
-    x, mask = normal(2, 6, D), torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    x, mask = floats(2, 6, D), torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
     router = TopKRouter(D, E, K, balancer=QuantileBalancer(E, K))
     bad = x.masked_fill(~mask.unsqueeze(-1), math.nan)
     got = router(bad, mask)
@@ -184,7 +181,7 @@ def test_padding_goes_to_no_expert() -> None:
 @pytest.mark.parametrize("balanced", [True, False])
 def test_indices_are_the_callers_own(balanced: bool) -> None:
     router = TopKRouter(D, E, K, balancer=QuantileBalancer(E, K) if balanced else None)
-    routing = router(normal(3, 7, D))
+    routing = router(floats(3, 7, D))
     assert routing.indices.is_contiguous()
     routing.indices.add_(1)  # autograd needs what it was
     routing.topk_weights[..., 0].sum().backward()
@@ -195,7 +192,7 @@ def test_indices_are_the_callers_own(balanced: bool) -> None:
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_tokens_with_a_k_of_their_own(capacity: float | None, scores: Any) -> None:
     """Each of them as by a router of this k."""
-    x, k = normal(2, 40, 8), torch.arange(80).view(2, 40) % 4
+    x, k = floats(2, 40, 8), torch.arange(80).view(2, 40) % 4
     mask = torch.arange(40) % 9 != 4
     router = TopKRouter(8, E, 3, scores=scores, capacity=capacity, scale=1.5)
     free = with_weight(TopKRouter(8, E, 3, scores=scores), router.weight)
@@ -237,7 +234,7 @@ def test_in_a_mixture(capacity: float | None) -> None:
     torch.manual_seed(0)
     router = TopKRouter(D, E, K, capacity=capacity)
     mixture = khot.nn.MixtureOfExperts(router, [nn.Linear(D, 3) for _ in range(E)])
-    x, mask = normal(2, 9, D).requires_grad_(), normal(2, 9, seed=2) > -1
+    x, mask = floats(2, 9, D).requires_grad_(), floats(2, 9, seed=2) > -1
     output, routing = mixture(x, mask)
     want = torch.zeros(2, 9, 3)
     for place in range(K):

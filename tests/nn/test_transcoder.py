@@ -10,20 +10,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import khot
+from drawn import floats
 from khot.nn import TopKSAE, fit_sae, loss_recovered, sae_from_layout, sae_to_layout, unexplained
 
 D, OUT, N, K = 6, 9, 40, 3
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def transcoder(**options: Any) -> TopKSAE:
     """One that has seen a batch, with a skip that does something."""
     torch.manual_seed(0)
     layer = TopKSAE(D, N, K, out_features=OUT, skip=True, **options)
-    layer(normal(50, D) + 1, loss=True, target=3 * normal(50, OUT, seed=1) - 2)
+    layer(floats(50, D) + 1, loss=True, target=3 * floats(50, OUT, seed=1) - 2)
     assert layer.skip is not None
     nn.init.normal_(layer.skip)
     nn.init.normal_(layer.encoder_bias, std=0.1)
@@ -41,7 +38,7 @@ def by_definition(layer: TopKSAE, x: Tensor, count: int) -> Tensor:
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_output_loss_and_gradient_are_those_of_the_definition(signed: bool) -> None:
-    layer, x, y = transcoder(signed=signed), normal(20, D, seed=2), normal(20, OUT, seed=3)
+    layer, x, y = transcoder(signed=signed), floats(20, D, seed=2), floats(20, OUT, seed=3)
     torch.testing.assert_close(layer(x), by_definition(layer, x, K))
     torch.testing.assert_close(layer.eval()(x), by_definition(layer, x, K))
     layer.train().idle.zero_()
@@ -60,7 +57,7 @@ def test_output_loss_and_gradient_are_those_of_the_definition(signed: bool) -> N
 )
 def test_options(options: dict[str, Any]) -> None:
     layer = TopKSAE(D, N, K, out_features=OUT, skip=True, **options)
-    x, y = normal(20, D).to(layer.shift.dtype), normal(20, OUT, seed=1).to(layer.shift.dtype)
+    x, y = floats(20, D).to(layer.shift.dtype), floats(20, OUT, seed=1).to(layer.shift.dtype)
     layer.loss(x, target=y).backward()
     layer.idle.fill_(10**6)  # all of them learn from what is left
     assert layer.loss(x, target=y).isfinite()
@@ -71,17 +68,17 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 def test_with_the_input_as_target_the_loss_is_that_of_an_autoencoder() -> None:
-    x = normal(30, D) + 2
+    x = floats(30, D) + 2
     sae, layer = TopKSAE(D, N, K), TopKSAE(D, N, K, out_features=D)
     layer.load_state_dict(layer.state_dict() | sae.state_dict())
     for _ in range(2):
         torch.testing.assert_close(layer.loss(x, target=x), sae.loss(x))
-    noisy = x + 0.1 * normal(30, D, seed=5)
+    noisy = x + 0.1 * floats(30, D, seed=5)
     assert sae.loss(noisy, target=x) < sae.loss(noisy, target=-x)
 
 
 def test_the_first_batch_sets_mean_and_spread() -> None:
-    x, y = normal(500, D), 100 * normal(500, OUT, seed=1) + 7
+    x, y = floats(500, D), 100 * floats(500, OUT, seed=1) + 7
     for centre in (True, False):
         layer = TopKSAE(D, N, K, out_features=OUT, centre=centre)
         layer(x)  # without a target nothing is known of the output
@@ -95,9 +92,9 @@ def test_the_first_batch_sets_mean_and_spread() -> None:
         torch.testing.assert_close(layer.decoder.norm(dim=-1), ratio.expand(N))
         torch.testing.assert_close(layer.out_bias, y.mean(0) if centre else torch.zeros(OUT))
     given = TopKSAE(D, N, K, out_features=OUT)
-    given.decoder, given.out_bias = normal(N, OUT), torch.ones(OUT)
+    given.decoder, given.out_bias = floats(N, OUT), torch.ones(OUT)
     given.loss(x, target=y)
-    torch.testing.assert_close(given.decoder, normal(N, OUT))
+    torch.testing.assert_close(given.decoder, floats(N, OUT))
     torch.testing.assert_close(given.out_bias, torch.ones(OUT))
 
 
@@ -105,8 +102,8 @@ def sparse(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """A sparse sum of directions, and what a layer makes of it."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.rand(count, 20, generator=generator) * (torch.rand(count, 20, generator=generator) < 0.1)
-    x = z @ normal(20, D + 6, seed=90)
-    return x, 50 * (z.square() @ normal(20, OUT, seed=91) + x @ normal(D + 6, OUT, seed=92) / 4) + 9
+    x = z @ floats(20, D + 6, seed=90)
+    return x, 50 * (z.square() @ floats(20, OUT, seed=91) + x @ floats(D + 6, OUT, seed=92) / 4) + 9
 
 
 def test_fit_on_pairs() -> None:
@@ -144,21 +141,21 @@ def test_loss_recovered_in_the_place_of_a_layer() -> None:
             "refine must be 0 with out_features",
         ),
         (lambda: TopKSAE(D, N, K, out_features=0), ValueError, "out_features must be at least 1"),
-        (lambda: transcoder().loss(normal(3, D)), ValueError, "target must be given"),
+        (lambda: transcoder().loss(floats(3, D)), ValueError, "target must be given"),
         (
-            lambda: transcoder().loss(normal(3, D), target=normal(3, D)),
+            lambda: transcoder().loss(floats(3, D), target=floats(3, D)),
             ValueError,
             r"target must have shape \(3, 9\), but got \(3, 6\)",
         ),
         (
-            lambda: transcoder()(normal(3, D), target=normal(3, OUT)),
+            lambda: transcoder()(floats(3, D), target=floats(3, OUT)),
             ValueError,
             "target must be left out without a loss",
         ),
         (lambda: setattr(TopKSAE(D, N, K), "out_bias", torch.ones(D)), AttributeError, "set bias"),
-        (lambda: fit_sae(transcoder(), normal(50, D), 1), TypeError, "activations must give pairs of inputs"),
+        (lambda: fit_sae(transcoder(), floats(50, D), 1), TypeError, "activations must give pairs of inputs"),
         (
-            lambda: fit_sae(transcoder(), (normal(50, D), normal(40, OUT)), 1),
+            lambda: fit_sae(transcoder(), (floats(50, D), floats(40, OUT)), 1),
             ValueError,
             "as many targets as inputs, 50, but got 40",
         ),
@@ -180,10 +177,10 @@ class Transcoder(nn.Module):
 
     def __init__(self, skip: bool) -> None:
         super().__init__()
-        self.W_enc, self.b_enc = nn.Parameter(normal(D, N)), nn.Parameter(normal(N, seed=1))
-        self.W_dec, self.b_dec = nn.Parameter(normal(N, OUT, seed=2)), nn.Parameter(normal(OUT, seed=3))
-        self.threshold = nn.Parameter(normal(N, seed=4).abs())
-        self.W_skip = nn.Parameter(normal(OUT, D, seed=5)) if skip else None
+        self.W_enc, self.b_enc = nn.Parameter(floats(D, N)), nn.Parameter(floats(N, seed=1))
+        self.W_dec, self.b_dec = nn.Parameter(floats(N, OUT, seed=2)), nn.Parameter(floats(OUT, seed=3))
+        self.threshold = nn.Parameter(floats(N, seed=4).abs())
+        self.W_skip = nn.Parameter(floats(OUT, D, seed=5)) if skip else None
 
     def forward(self, x: Tensor) -> Tensor:
         a = x @ self.W_enc + self.b_enc
@@ -193,7 +190,7 @@ class Transcoder(nn.Module):
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_layouts_there_and_back(skip: bool, tmp_path: Any) -> None:
-    other, x = Transcoder(skip), normal(50, D, seed=6)
+    other, x = Transcoder(skip), floats(50, D, seed=6)
     configuration = {"architecture": "jumprelu_skip_transcoder" if skip else "jumprelu_transcoder"}
     configuration |= {"d_in": D, "d_out": OUT, "d_sae": N, "apply_b_dec_to_input": False}
     for layout in ("saelens", configuration):
@@ -202,7 +199,7 @@ def test_layouts_there_and_back(skip: bool, tmp_path: Any) -> None:
         for name, value in sae_to_layout(layer, layout).items():
             torch.testing.assert_close(value, other.state_dict()[name])
     trained = transcoder(batch=True) if skip else TopKSAE(D, N, K, out_features=OUT, batch=True)
-    trained.loss(normal(50, D) + 1, target=normal(50, OUT, seed=1))
+    trained.loss(floats(50, D) + 1, target=floats(50, OUT, seed=1))
     state = sae_to_layout(trained.eval(), "saelens", folder=tmp_path)
     other.load_state_dict(state)
     torch.testing.assert_close(other(x), trained(x), rtol=1e-4, atol=1e-4)
