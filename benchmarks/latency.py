@@ -164,10 +164,6 @@ def after(probs: Callable[[Tensor], Tensor], draw: Callable[[Tensor], Tensor], x
     return draw(probs(x))
 
 
-def project(n: int, x: Tensor) -> Tensor:
-    return khot.project_permutahedron(x, torch.arange(n, 0.0, -1, device=x.device))
-
-
 def permutation_loss(n: int, x: Tensor) -> Tensor:
     return khot.losses.permutation_cross_entropy(x, torch.arange(n, device=x.device).expand(x.shape))
 

@@ -505,12 +505,6 @@ def test_given_keys_of_groups() -> None:
     )
 
 
-def test_what_linear_topk_chose_is_hard_attention() -> None:
-    q, k, v = (x[0, 0] for x in qkv())
-    chosen = khot.linear_topk(q, k, 2).indices
-    torch.testing.assert_close(selected_attention(q, k, v, chosen), topk_attention(q, k, v, 2, hard=True))
-
-
 def test_given_keys_without_entries_count_alike() -> None:
     q, k, v = qkv()
     indices = torch.tensor([1, 4]).expand(2, 3, 4, 2)
@@ -637,15 +631,6 @@ def test_all_keys_is_multihead_attention(call: dict[str, Tensor], batch_first: b
     assert (weights is None) == (their_weights is None)
     if weights is not None:
         torch.testing.assert_close(weights, their_weights)
-
-
-def test_soft_in_training_and_hard_in_eval() -> None:
-    ours, _ = pair(2)
-    x = normal(2, 5, 8)
-    _, soft = ours(x, x, x, average_attn_weights=False)
-    _, hard = ours.eval()(x, x, x, average_attn_weights=False)
-    assert ((soft > 0).sum(-1) == 5).all() and ((hard > 0).sum(-1) == 2).all()
-    assert ours.reset_parameters() is None
 
 
 @pytest.mark.parametrize("training", [True, False])
