@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Generator, Tensor
 
 import oracles
 from differences import far
+from khot._kernels.reference import budget_mask as hard
 from khot._kernels.reference import implicit
 from khot._kernels.reference import soft_budget as reference
 
@@ -19,6 +21,7 @@ __all__ = [
     "CDFS",
     "GAP_EXAMPLES",
     "GAP_TAUS",
+    "REFERENCE",
     "check_gap_gradients",
     "check_gap_shares",
     "check_gradients",
@@ -36,6 +39,11 @@ __all__ = [
 ]
 
 INF = math.inf
+REFERENCE = SimpleNamespace(
+    soft_budget=reference.soft_budget,
+    soft_budget_backward=reference.soft_budget_backward,
+    budget_mask=hard.budget_mask,
+)
 CDFS = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 0.0, "power": 4 / 3}
 
 SCORES = {

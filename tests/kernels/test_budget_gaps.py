@@ -15,9 +15,12 @@ from budget_rows import (
     CDFS,
     GAP_EXAMPLES,
     GAP_TAUS,
+    REFERENCE,
     check_gap_gradients,
     check_gap_shares,
+    check_slack,
     check_spend,
+    check_sums,
     gaps,
     numbers,
     table,
@@ -61,15 +64,15 @@ by_turns = pytest.mark.parametrize(
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Any:
-    """Where soft_budget and soft_budget_backward are."""
+    """Where soft_budget, soft_budget_backward and budget_mask are."""
     if request.param == "reference":
-        return reference
+        return REFERENCE
     return torch.ops.khot if request.param == "compiled" else request.getfixturevalue("kernels")
 
 
 def is_interpreted(engine: Any) -> bool:
     """Whether the engine is slow, so that it gets a few short rows only."""
-    return engine is not reference and engine is not torch.ops.khot
+    return engine is not REFERENCE and engine is not torch.ops.khot
 
 
 def part(engine: Any) -> slice:
@@ -127,6 +130,29 @@ def test_gradients(engine: Any, cdf: str, by: str, dtype: torch.dtype) -> None:
     x, w, budget = (v[part(engine)] for v in gaps(5, dtype, by, 6, exact=True))
     for tau in (1e-6, 0.01, 1.0):
         check_gap_gradients(engine, x, w, budget, tau, cdf, by)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [3, 40, 700, 30_000])
+def test_sums_of_costs_pay_for_them(engine: Any, dtype: torch.dtype, n: int) -> None:
+    # rows of many entries are those that the compiled kernels share between threads
+    n = n if engine is torch.ops.khot else min(n, 1_500 if is_interpreted(engine) else 5_000)
+    for seed in range(4 if n < 1_000 and not is_interpreted(engine) else 1):
+        check_sums(engine, dtype, n, seed)
+
+
+@pytest.mark.parametrize("of_budget", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_what_a_budget_may_miss_by(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, of_budget: torch.dtype
+) -> None:
+    for dtype in (torch.float64, torch.float32) if of_budget == torch.float64 else (of_budget,):
+        for n in (2, 50) if is_interpreted(engine) else (2, 20, 50):
+            check_slack(engine, dtype, of_budget, n)
+        if of_budget == torch.float64 and not is_interpreted(engine):
+            check_slack(engine, dtype, of_budget, 10_000)
+    if is_interpreted(engine):
+        monkeypatch.setattr(engine.greedy, "RANKED", 30)
+        check_slack(engine, torch.float32, of_budget, 50)
 
 
 @every_cdf
