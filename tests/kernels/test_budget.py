@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,23 +186,9 @@ def test_another_instruction_set() -> None:
     if os.environ.get("KHOT_KERNELS") or "AVX-512" not in kernels.active()["cpu"]:
         pytest.skip("the kernels in use are not those of AVX-512 by default")
     chosen = "rows_as_the_reference or gradients or long_rows"
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            str(Path(__file__)),
-            "-k",
-            chosen,
-        ],
-        env={**os.environ, "KHOT_KERNELS": "avx2"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    environment = {**os.environ, "KHOT_KERNELS": "avx2"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Generator, Tensor
 
+import oracles
+from differences import far
 from khot import _kernels as kernels
 from khot._core import rows
 from khot._kernels.reference import implicit, magnitude, soft_budget, soft_count, topk_mask
@@ -24,34 +26,13 @@ DTYPES = (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.flo
 INF = math.inf
 
 
-def _clusters(shape: tuple[int, int], g: Generator) -> Tensor:
-    return torch.randn(shape, generator=g) + 50 * torch.randint(-1, 2, shape, generator=g)
+def _masked(fill: float, share: float) -> oracles.Scores:
+    return lambda n, g: torch.randn(n, generator=g).masked_fill(torch.rand(n, generator=g) < share, fill)
 
 
-def _outlier(shape: tuple[int, int], g: Generator) -> Tensor:
-    x = torch.randn(shape, generator=g)
-    x[:, 0] = 1e6
-    return x
-
-
-SCORES: dict[str, Callable[[tuple[int, int], Generator], Tensor]] = {
-    "normal": lambda shape, g: torch.randn(shape, generator=g),
-    "uniform": lambda shape, g: torch.rand(shape, generator=g),
-    "exponential": lambda shape, g: torch.empty(shape).exponential_(generator=g),
-    "cauchy": lambda shape, g: torch.empty(shape).cauchy_(generator=g).clamp(-1e30, 1e30),
-    "log-normal": lambda shape, g: torch.empty(shape).log_normal_(0, 3, generator=g),
-    "ties": lambda shape, g: torch.randint(0, 4, shape, generator=g).float(),
-    "relu": lambda shape, g: torch.randn(shape, generator=g).relu(),
-    "equal": lambda shape, g: torch.full(shape, 0.3),
-    "clusters": _clusters,
-    "outlier": _outlier,
-    "masked": lambda shape, g: torch.randn(shape, generator=g).masked_fill(
-        torch.rand(shape, generator=g) < 0.3, -INF
-    ),
-    "certain": lambda shape, g: torch.randn(shape, generator=g).masked_fill(
-        torch.rand(shape, generator=g) < 0.02, INF
-    ),
-}
+WIDE = ("normal_100", "normal_10000")  # rows are scaled here
+SCORES = {name: make for name, make in oracles.ADVERSARIAL.items() if name not in WIDE}
+SCORES |= {"masked": _masked(-INF, 0.3), "certain": _masked(INF, 0.02)}
 
 
 class Case(NamedTuple):
@@ -81,13 +62,9 @@ def cases(rows: int, seed: int) -> Iterator[Case]:
         for _ in range(count // 8):  # blocks of one kind, because the lanes hold two blocks at once
             kind = list(SCORES)[pick(len(SCORES))]
             scale = (1.0, 1.0, 10 ** uniform(-3, 3))[pick(3)]
-            block = (SCORES[kind]((8, n), g) * scale).to(dtype)
-            if dtype == torch.float16:
-                block = (
-                    torch.where(block.isinf(), torch.tensor(60_000.0, dtype=dtype), block)
-                    if (kind not in ("masked", "certain"))
-                    else block
-                )
+            block = (torch.stack([SCORES[kind](n, g) for _ in range(8)]) * scale).to(dtype)
+            if dtype == torch.float16 and kind not in ("masked", "certain", "minus_inf"):
+                block = block.masked_fill(block.isinf(), 60_000.0)
             for row in block:
                 pinned, free = int((row == INF).sum()), int((row > -INF).sum())
                 span = free - pinned
@@ -106,20 +83,9 @@ def cases(rows: int, seed: int) -> Iterator[Case]:
                 tau.append(tau_all if pick(4) else 10 ** uniform(-3, 3))
             x.append(block)
             kinds += [kind] * 8
-        yield Case(
-            torch.cat(x),
-            torch.tensor(k, dtype=torch.float64),
-            torch.tensor(tau, dtype=torch.float64),
-            cdf,
-            kinds,
-        )
+        numbers = (torch.tensor(each, dtype=torch.float64) for each in (k, tau))
+        yield Case(torch.cat(x), *numbers, cdf, kinds)
         rows -= count
-
-
-def far(got: Tensor, want: Tensor) -> Tensor:
-    """abs(got − want); 0 where both are the same infinity or NaN, inf where only one of them is."""
-    same = (got == want) | (got.isnan() & want.isnan())
-    return (got.double() - want.double()).abs().masked_fill(same, 0).nan_to_num(nan=INF)
 
 
 def _overflow(want: Tensor, dtype: torch.dtype) -> Tensor:
