@@ -275,7 +275,7 @@ def _of_all(x: Tensor, share: Tensor, there: Tensor | None, epsilon: float) -> t
     """The scores of all classes, and how much each counts after smoothing. A class that does not count may
     have a score of −inf."""
     if epsilon:
-        classes = share.shape[-1] if there is None else there.sum(-1, keepdim=True)
+        classes = share.shape[-1] if there is None else there.sum(-1, keepdim=True, dtype=share.dtype)
         share = share + epsilon * (1 / classes - share)
     if there is not None:
         share = torch.where(there, share, 0)
