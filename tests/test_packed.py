@@ -501,11 +501,10 @@ def test_jagged_results_go_with_their_input() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_whole(dynamic: bool) -> None:
     """Without a break, and for other lengths without compiling again."""
+    cdf = khot.cdfs.Power(1.5)  # whose p is a symbol in a dynamic trace
 
     def call(x: Tensor, offsets: Tensor, k: Tensor) -> Tensor:
-        y = khot.soft_topk(x, k, tau=0.5, cdf=khot.cdfs.Power(1.5), offsets=offsets) + khot.soft_rank(
-            x, offsets=offsets
-        )
+        y = khot.soft_topk(x, k, tau=0.5, cdf=cdf, offsets=offsets) + khot.soft_rank(x, offsets=offsets)
         q = khot.quantile(x, torch.tensor([0.2, 0.9], dtype=x.dtype), offsets=offsets)
         return (y * x).sum() + q.sum() + losses.ndcg_loss(x, (x > 0).to(x.dtype), 3, offsets=offsets)
 

@@ -59,7 +59,9 @@ def call(function: str, options: dict[str, Any], reduced: bool) -> Tensor:
     for key, value in options.items():
         kept: list[Any]
         if isinstance(value, CDF):
-            words += f";{key}:cdf={value.key!r}"
+            name, shape = value.key
+            words += f";{key}:cdf={(name, len(floats))!r}"
+            floats.append(shape)
         elif value is None or isinstance(value, (bool, str)):
             words += f";{key}={value!r}"
         else:
@@ -86,7 +88,7 @@ def _read(
         key, _, kind = key.partition(":")
         value = ast.literal_eval(text)
         if kind == "cdf":
-            options[key] = cdfs.resolve(*value)
+            options[key] = cdfs.resolve(value[0], floats[value[1]])
         else:
             options[key] = {"tensor": tensors, "int": ints, "float": floats}[kind][value] if kind else value
     return *_FUNCTIONS[name], options
