@@ -532,3 +532,21 @@ def test_transforms() -> None:
     assert_close(torch.func.vmap(call)(x), torch.stack([call(row) for row in x]))
     assert_close(torch.func.jacfwd(call)(x[0]), torch.func.jacrev(call)(x[0]))
     assert torch.autograd.gradgradcheck(call, x[0].clone().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("transform", "backend"),
+    [(torch.func.jacfwd, "eager"), (torch.func.jacrev, "aot_eager"), (torch.func.vmap, "aot_eager")],
+    ids=["jacfwd", "jacrev", "vmap"],
+)
+def test_transforms_in_a_trace(transform: Callable[..., Any], backend: str) -> None:
+    """They leave the graph. The mean is over the two lists that count."""
+    offsets, k, relevance = torch.tensor([0, 4, 4, 8]), torch.tensor([1, 0, 2]), torch.arange(8) % 3
+
+    def call(x: Tensor) -> Tensor:
+        return khot.soft_topk(x, k, offsets=offsets) + losses.ndcg_loss(x, relevance, offsets=offsets)
+
+    torch._dynamo.reset()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    x = x if transform is torch.func.vmap else x[0]
+    assert_close(torch.compile(transform(call), backend=backend)(x), transform(call)(x))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.arguments import is_nested
+from khot._core.torch_internals import run_as_is
 
 __all__ = ["Results", "by_rows", "note_weights"]
 
@@ -149,6 +150,10 @@ def _of_values(
 
     return type(found[0])(*map(join, *found)) if isinstance(found[0], tuple) else join(*found)
 
+
+# Dynamo may have left a function that calls it, and trace what is called here frame by frame: what a frame
+# notes of weights would be lost.
+run_as_is(by_rows)
 
 # The arguments with one value for each entry. Each row has its own w.
 OF_ENTRIES = arguments.OF_ENTRIES | {"w"}

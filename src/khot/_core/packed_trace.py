@@ -16,6 +16,7 @@ from torch import Tensor
 
 from khot import cdfs
 from khot._core.arguments import is_nested
+from khot._core.torch_internals import transforms_are_traced
 from khot.cdfs import CDF
 
 __all__ = ["call", "knows", "register"]
@@ -37,8 +38,8 @@ def register(name: str, function: Callable[..., Any], entries: bool) -> None:
 
 
 def knows(name: str, options: dict[str, Any]) -> bool:
-    """Whether such a call can be one operator."""
-    if name not in _FUNCTIONS:
+    """Whether such a call can be one operator, which has a backward pass and no other rule."""
+    if name not in _FUNCTIONS or transforms_are_traced():
         return False
     for value in options.values():
         if isinstance(value, CDF):

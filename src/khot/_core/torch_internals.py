@@ -47,6 +47,7 @@ __all__ = [
     "run_as_is",
     "save_in_exports",
     "transforms_are_on",
+    "transforms_are_traced",
     "within_backward",
     "without_modes",
     "zero_each",
@@ -188,8 +189,14 @@ def derivative_levels() -> int:
     return levels
 
 
+def transforms_are_traced() -> bool:
+    """Whether any transform of torch.func, or forward mode, is on while Dynamo traces."""
+    return bool(functorch.get_interpreter_stack()) or forward_mode_is_on()
+
+
 # What torch.compiler.assume_constant_result sets; calling that would import Dynamo, which takes a second.
 derivative_levels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+transforms_are_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run_as_is(*functions: Callable[..., Any]) -> None:
