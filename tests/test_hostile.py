@@ -170,7 +170,7 @@ SCALARS: dict[str, tuple[Any, ...]] = {
     "mask": (True, 1, "mask"),
     "weight": (*NOT_NUMBERS, -1),
     "level": NOT_NUMBERS,
-    "share": (*NOT_NUMBERS, -1, 1.1, 5, math.inf, HUGE),
+    "share": (*NOT_NUMBERS, 2 + 0j, torch.ones(2), -1, 1.1, 5, math.inf, HUGE),
     "quantile": (*NOT_NUMBERS, -1, 5, math.inf),
     "number": (*NOT_NUMBERS, math.inf),
     "budget": (*NOT_NUMBERS, math.inf, -math.inf, -1, N + 1),

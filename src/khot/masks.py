@@ -411,7 +411,7 @@ def sparse_topk(
         >>> khot.sparse_topk(torch.tensor([1.0, 3.0, 2.0, 0.0]), 2, tau=2.0)
         tensor([0.2500, 1.0000, 0.7500, 0.0000])
     """
-    cdf: CDFName | CDF = "uniform" if p == 2 else cdfs.Power(p)
+    cdf: CDFName | CDF = "uniform" if isinstance(p, (int, float)) and p == 2 else cdfs.Power(p)
     return soft_topk(
         input, k, dim, tau=tau, cdf=cdf, largest=largest, mask=mask, hard=hard, group=group, offsets=offsets
     )
