@@ -1,12 +1,11 @@
 """What the pages hold besides what is written in them.
 
-KaTeX is served with them; notebooks are executed and become pages; `<!-- benchmarks -->` stands for the
-committed tables of benchmarks/results, `<!-- results -->` for the reports in docs/results.
+KaTeX is served with them; notebooks are executed and become pages, and so do the committed tables of
+benchmarks/results.
 """
 
 from __future__ import annotations
 
-import ast
 import base64
 import json
 import math
@@ -22,10 +21,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = runpy.run_path(str(Path(__file__).with_name("address.py")))
+TABLES = runpy.run_path(str(Path(__file__).with_name("tables.py")))
 KATEX = ROOT / "docs" / "katex" / "node_modules" / "katex" / "dist"
 BENCHMARKS = ROOT / "benchmarks" / "results"
-RESULTS = ROOT / "docs" / "results"
-REPORTS = 0.1  # what a word in a report or in a committed table counts, beside one in a page
+REPORTS = 0.1  # what a word in a report counts, beside one in a page
 
 
 def on_config(config: Any) -> Any:
@@ -44,8 +43,12 @@ def on_files(files: Any, config: Any) -> Any:
     for path in (KATEX / "katex.min.css", KATEX / "katex.min.js", *(KATEX / "fonts").glob("*.woff2")):
         name = f"assets/katex/{path.relative_to(KATEX)}"
         files.append(File.generated(config, name, abs_src_path=str(path)))
-    for path in sorted(BENCHMARKS.glob("*.png")):
-        files.append(File.generated(config, f"benchmarks/{path.name}", abs_src_path=str(path)))
+    for path in sorted(BENCHMARKS.rglob("*.png")):
+        name = f"benchmarks/{path.relative_to(BENCHMARKS)}"
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    for path in sorted(BENCHMARKS.rglob("*.md")):
+        name = f"benchmarks/{path.relative_to(BENCHMARKS)}"
+        files.append(File.generated(config, name, content=report(path)))
     for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         for name, content in notebook(path).items():
             files.append(File.generated(config, f"notebooks/{name}", content=content))
@@ -53,84 +56,50 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri.startswith("benchmarks/"):
+        page.meta.setdefault("search", {"exclude": True})
     if page.file.src_uri.startswith("results/"):
         page.meta.setdefault("search", {"boost": REPORTS})
+    if page.file.src_uri.startswith("api/"):
+        return str(TABLES["entries"](markdown))
     markdown = re.sub(r"\((notebooks/\w+)\.ipynb\)", r"(\1.md)", markdown)
-    markdown = markdown.replace("<!-- benchmarks -->", benchmarks())
-    return markdown.replace("<!-- results -->", results())
+    return markdown.replace("](../benchmarks/results/", "](benchmarks/")
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Weighs the names in the index of the search, so that a name finds its entry in the reference first.
+    """Weighs names in the index of the search.
 
-    The search weighs a word by how rare it is, and a word also finds what it is the beginning of. So the
-    entry of `soft_topk`, which many pages mention, would come after that of `soft_topk_sum`. The weight of an
-    entry makes up for the first, and is larger for shorter names because of the second.
+    A name should find its entry in the reference first. The search weighs a word by how rare it is, and a
+    word also finds what it is the beginning of. So the entry of `soft_topk`, which many pages mention, would
+    come after that of `soft_topk_sum`. The weight of an entry makes up for the first, and is larger for
+    shorter names because of the second.
     """
     path = Path(config.site_dir) / "search" / "search_index.json"
     index = json.loads(path.read_text(encoding="utf-8"))
     parts = re.compile(index["config"]["separator"])
     texts = [f"{entry['title']} {re.sub('<[^>]+>', ' ', entry['text'])}" for entry in index["docs"]]
     words = [set(parts.split(text.lower())) for text in texts]
+    pages = [path.read_text(encoding="utf-8") for path in TABLES["PAGES"].glob("*.md")]
+    names = {name for page in pages for name in TABLES["names"](page)}
     for entry in index["docs"]:
         _, _, name = entry["location"].partition("#")
         last = name.rpartition(".")[2]
         # names that begin with it are found by "khot" alone, which is in all of them
-        if re.match(r"api/\w+/#khot\.", entry["location"]) and not last.startswith("KHot"):
+        if name in names and not last.startswith("KHot"):
             count = sum(last.lower() in some for some in words)
             rarity = math.log1p((len(words) - count + 0.5) / (count + 0.5))  # as lunr computes it
             entry["boost"] = 100 / (rarity * len(last))
     path.write_text(json.dumps(index), encoding="utf-8")
 
 
-def benchmarks() -> str:
-    """Every committed table, folded, under the first line of what wrote it; after those of the newest
-    processor those of one without AVX-512."""
-    parts = []
-    for path in (*sorted(BENCHMARKS.glob("*.md")), *sorted(BENCHMARKS.glob("avx2/*.md"))):
-        title, command = benchmark(path.stem)
-        if path.parent != BENCHMARKS:
-            title += " (AVX2)"
-        text = path.read_text(encoding="utf-8")
-        text = re.sub(r"^(processor: .*)\n(.*)", r"<small>\1; \2</small>", text)
-        text = re.sub(r"^#+ (.*)", r"**\1**", text, flags=re.MULTILINE)
-        parts += [
-            "<details markdown>",
-            f"<summary>{title}</summary>",
-            f"`python {command}`",
-            text,
-        ]
-        plots = [p.name for p in sorted(path.parent.glob(f"{path.stem}*.png")) if p.name not in text]
-        parts += [*(f"![{title}]({name})" for name in plots), "</details>"]
-    return re.sub(r"\]\((\w+\.png)\)", r"](benchmarks/\1)", "\n\n".join(parts))
-
-
-def benchmark(name: str) -> tuple[str, str]:
-    """The first line of a benchmark, a script or a function of benchmarks/times.py, and its command."""
-    if name == "jax":
-        script = ROOT / "khot-jax" / "benchmarks" / "peers.py"
-        document = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
-        return document.partition("\n")[0].rstrip(".:"), str(script.relative_to(ROOT))
-    script = ROOT / "benchmarks" / f"{name}.py"
-    own = script.exists()
-    tree = ast.parse((script if own else script.with_name("times.py")).read_text(encoding="utf-8"))
-    node = tree if own else next(f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == name)
-    title = (ast.get_docstring(node) or "").partition("\n")[0].partition(": `")[0].rstrip(".:")
-    return title, f"-m benchmarks.{name if own else f'times {name}'}"
-
-
-def results() -> str:
-    """A table of the reports of `python -m reproduce`."""
-    rows = []
-    for path in sorted(RESULTS.glob("*/report.md")):
-        title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        name = path.parent.name
-        rows.append(
-            f"| [{title[1] if title else name}](results/{name}/report.md) | `python -m reproduce {name}` |"
-        )
-    if not rows:
-        return "No results are committed yet."
-    return "\n".join(["| experiment | command |", "|---|---|", *rows])
+def report(path: Path) -> str:
+    """A committed table as a page, with its pictures."""
+    text = path.read_text(encoding="utf-8")
+    title, command = TABLES["benchmark"](path.stem)
+    if not text.startswith("# "):
+        text = f"# {title}\n\n`python {command}`\n\n{text}"
+    plots = [plot.name for plot in sorted(path.parent.glob(f"{path.stem}*.png")) if plot.name not in text]
+    return "\n\n".join([text, *(f"![{title}]({name})" for name in plots)])
 
 
 def notebook(path: Path) -> dict[str, Any]:

@@ -39,10 +39,10 @@ class Roles(griffe.Extension):
 
 
 def link(match: re.Match[str], obj: griffe.Object) -> str:
-    """A cross-reference to what is public, else the name alone."""
+    """A cross-reference to what is public and no module, else the name alone."""
     name = match[2]
     shown = name.rpartition(".")[2] if match[1] or "." not in name else name
-    return f"[`{shown}`][{name}]" if name.startswith("khot.") else f"`{shown}`"
+    return f"[`{shown}`][{name}]" if name.startswith("khot.") and match[0][:4] != ":mod" else f"`{shown}`"
 
 
 def tables(lines: list[str]) -> list[str]:

@@ -33,6 +33,7 @@ STEPS = 200  # towards that quantile: at least a quarter of them halve the brack
 QUARTILES = 1.3489795003921634  # the distance between the quartiles of the standard normal distribution
 
 CDFName = Literal["logistic", "laplace", "normal", "uniform"]
+"""The names that ``cdf=`` takes."""
 _OWN: weakref.WeakValueDictionary[str, CDF] = weakref.WeakValueDictionary()  # users' CDFs by their keys
 _numbers = itertools.count()
 

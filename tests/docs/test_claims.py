@@ -124,7 +124,7 @@ def budgets(file: str) -> list[str]:
     """In times of a soft top-k, by score and by value, but for the row that the page names."""
     lines = [
         line.split("|")[1:]
-        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+        for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()
         if " x " in line
     ]
     found: list[str] = []
@@ -293,13 +293,10 @@ COMPARISON: list[tuple[str, Figures]] = [
 ]
 BUDGETS: list[tuple[str, Figures]] = [
     (
-        f"| {name} (`{file}`) | {{}} to {{}} / {{}} to {{}} | {{}} to {{}} / {{}} to {{}} |",
+        f"| {name} ([`{file}`]) | {{}} to {{}} / {{}} to {{}} | {{}} to {{}} / {{}} to {{}} |",
         functools.partial(budgets, file),
     )
-    for name, file in {
-        "with AVX-512": "benchmarks/results/budget.md",
-        "without": "benchmarks/results/avx2/budget.md",
-    }.items()
+    for name, file in {"with AVX-512": "budget.md", "without": "avx2/budget.md"}.items()
 ]
 
 

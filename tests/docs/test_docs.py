@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 import runpy
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks import times
@@ -21,6 +23,7 @@ import pages
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+REFERENCE = sorted((DOCS / "api").glob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
@@ -36,9 +39,14 @@ def public_names(module: types.ModuleType) -> set[str]:
     return names
 
 
-def test_reference_holds_every_public_name() -> None:
-    pages = [path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md")]
-    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages), flags=re.MULTILINE)
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Any]:
+    pytest.importorskip("griffe")
+    return runpy.run_path(str(DOCS / "build" / "tables.py"))
+
+
+def test_reference_holds_every_public_name(tables: dict[str, Any]) -> None:
+    shown = [name for page in REFERENCE for name in tables["names"](page.read_text(encoding="utf-8"))]
     names = public_names(khot) - {"khot.estimators.sample_khot"}  # documented as khot.sample_khot
     for module in (
         khot.lightning,
@@ -47,6 +55,54 @@ def test_reference_holds_every_public_name() -> None:
     ):  # not imported with khot: they are optional
         names |= public_names(module)
     assert sorted(shown) == sorted(names)
+
+
+def test_reference_is_written_from_the_source(tables: dict[str, Any]) -> None:
+    package = tables["load"]()
+    for page in REFERENCE:
+        text = page.read_text(encoding="utf-8")
+        assert tables["written"](text, package) == text, "python docs/build/tables.py"
+
+
+def test_committed_tables_are_listed(tables: dict[str, Any]) -> None:
+    text = tables["PERFORMANCE"].read_text(encoding="utf-8")
+    assert text.count("../benchmarks/results/") > 30
+    assert tables["listed"](text) == text, "python docs/build/tables.py"
+
+
+def test_the_documentation_is_short() -> None:
+    """In words, without code, reports and the rows that a command writes."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in [*DOCS.glob("*.md"), *REFERENCE])
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^\| <a id=.*|^\| \[.*\]\(\.\./benchmarks/results/.*", "", text, flags=re.MULTILINE)
+    assert len(text.split()) <= 30_000
+
+
+def test_reports_are_listed() -> None:
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    for report in sorted((DOCS / "results").glob("*/report.md")):
+        assert f"({report.relative_to(DOCS)})" in text
+
+
+def test_signatures_of_the_reference(tables: dict[str, Any]) -> None:
+    package = tables["load"]()
+    for module in (khot, khot.nn, khot.losses, khot.sampling, khot.estimators):
+        for name in set(module.__all__).difference(["CDF"]):
+            value = getattr(module, name)
+            if not callable(value) or not value.__module__.startswith("khot"):
+                continue
+            shown = tables["signature"](f"{module.__name__}.{name}", package)
+            parameters = inspect.signature(value).parameters.values()
+            bare = [
+                p.replace(annotation=p.empty, default=...)
+                if p.default is not p.empty
+                else p.replace(annotation=p.empty)
+                for p in parameters
+            ]
+            assert (
+                re.sub(r"=(\([^)]*\)|[^,)]*)", "=Ellipsis", shown).partition("(")[2]
+                == str(inspect.Signature(bare))[1:]
+            ), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -61,7 +117,7 @@ def test_python_can_be_copied(page: Path) -> None:
     """And is run: as doctests of the page, but for patterns of calls, "py", which are no programs."""
     text = page.read_text(encoding="utf-8")
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        assert language in ("python", "py", "sh", "bibtex", "text", ""), f"what is ```{language}?"
+        assert language in ("python", "py", "sh", "bibtex", "text", "math", ""), f"what is ```{language}?"
         assert ">>> " not in block
 
 
@@ -72,18 +128,57 @@ def test_results_on_pages_are_compared() -> None:
     assert found == ["", "2\n", "0\n1\n", "ValueError: a\n"]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((DOCS / "api").glob("*.md"))], ids=lambda path: path.name)
-def test_links_can_be_followed_on_a_code_host(page: Path) -> None:
-    """To files, and of the reference to the entries that the site has there."""
+def headings(page: Path) -> list[str]:
+    """As text, without marks."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return [
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "") for heading in found
+    ]
+
+
+def slug(heading: str) -> str:
+    """The anchor that code hosts give a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda path: path.name)
+def test_headings_have_one_anchor_on_the_site_and_on_a_code_host(page: Path) -> None:
+    slugs = pytest.importorskip("pymdownx.slugs")
+    assert "slugify: !!python/object/apply:pymdownx.slugs.slugify { kwds: { case: lower } }" in (
+        ROOT / "mkdocs.yml"
+    ).read_text("utf-8")
+    ours = slugs.slugify(case="lower")
+    assert [ours(heading, "-") for heading in headings(page)] == [slug(heading) for heading in headings(page)]
+    assert not [heading for heading in headings(page) if heading.endswith("}")]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda path: path.name)
+def test_links_arrive_on_a_code_host(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert not re.findall(r"`\]\[[^\]]*\]", text)
     for file, name in re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)", text):
         target = page.parent / file if file else page
         assert target.exists(), file
-        if name.startswith("khot."):
-            assert re.search(rf"^::: {re.escape(name)}$", target.read_text(encoding="utf-8"), re.MULTILINE), (
-                name
-            )
+        if name:
+            there = [slug(heading) for heading in headings(target)]
+            there += re.findall(r'<a id="([^"]+)"></a>', target.read_text(encoding="utf-8"))
+            assert there.count(name) == 1, f"{file}#{name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda path: path.name)
+def test_formulas_are_read_alike_on_the_site_and_on_a_code_host(page: Path) -> None:
+    """Between dollars a code host first reads Markdown: it takes backslashes off signs, and underscores
+    between signs for emphasis. So such formulas are in blocks."""
+    text = re.sub(
+        r"^ *```.*?^ *```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    assert not re.findall(r"\\[(\[]", text)
+    assert text.count("$") % 2 == 0
+    for before, formula, after in re.findall(r"(.?)\$([^$]*)\$(.?)", text):
+        assert re.fullmatch(r"\S|\S[^\n]*\S", formula), formula
+        assert not re.search(r"\\[^A-Za-z]|[^\w ]_[^\w ]|[*<|]", formula), formula
+        assert re.fullmatch(r"[\s(]?", before) and re.fullmatch(r"[\s.,:;)]?", after), formula
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

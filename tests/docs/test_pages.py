@@ -7,6 +7,7 @@ failure. Screenshots go to the folder KHOT_SCREENSHOTS, if it is set.
 from __future__ import annotations
 
 import functools
+import html
 import http.server
 import json
 import os
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -130,13 +132,26 @@ def test_page(page: str, address: str, context: Any) -> None:
     assert found == []
 
 
+def test_links_to_places_arrive(address: str) -> None:
+    texts = {page: (SITE / page).read_text("utf-8") for page in PAGES}
+    places = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in texts.items()}
+    lost = []
+    for page, text in texts.items():
+        for path, name in re.findall(r'\bhref="([^":#?]*)#([^"]+)"', text):
+            target = os.path.normpath((SITE / page).parent / path) if path else SITE / page
+            file = Path(target) / "index.html" if Path(target).is_dir() else Path(target)
+            if unquote(html.unescape(name)) not in places[str(file.relative_to(SITE))] | {"__"}:
+                lost.append(f"{page}: {path}#{name}")
+    assert lost == []
+
+
 # what people look for, and the page that answers first
 QUERIES = {
     "spearman": "api/losses/",
     "choose tau": "operators/",
     "onnx": "export/",
     "DTensor": "distributed/",
-    "mixture of experts": "api/nn/",
+    "mixture of experts": "api/experts/",
     "gumbel_softmax": "migration/",
     "nucleus": "budgets/",
     "conformal": "api/counts/",

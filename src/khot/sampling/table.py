@@ -161,3 +161,4 @@ designs: Mapping[DesignName, Design] = MappingProxyType(
         ),
     }
 )
+"""Every design by its name: what ``design=`` takes, and what each of them can tell."""
