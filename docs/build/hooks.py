@@ -25,6 +25,20 @@ TABLES = runpy.run_path(str(Path(__file__).with_name("tables.py")))
 KATEX = ROOT / "docs" / "katex" / "node_modules" / "katex" / "dist"
 BENCHMARKS = ROOT / "benchmarks" / "results"
 REPORTS = 0.1  # what a word in a report counts, beside one in a page
+# What people look for and the search would not find first, with weights near those of the entries of the
+# reference. No word begins with a letter that a tag has alone.
+TAGS = {
+    "operators/#other-names-of-soft_topk": ("soft top-k differentiable", 3),
+    "operators/#how-to-choose-tau": ("temperature", 3),
+    "budgets/#top-p": ("top-p", 3),
+    "api/estimators/#khot.estimators.gumbel": ("gumbel top-k", 2),
+    "gradients/": ("straight-through", 3),
+    "recipes/#a-learned-k": ("learned k", 3),
+    "sampling/": ("exactly k without replacement", 3),
+    "numerics/": ("half", 3),
+    "pruning/#n-of-every-m": ("2:4", 3),
+    "packed/": ("ragged variable length", 3),
+}
 
 
 def on_config(config: Any) -> Any:
@@ -67,12 +81,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Weighs names in the index of the search.
+    """Weighs names and words in the index of the search.
 
     A name should find its entry in the reference first. The search weighs a word by how rare it is, and a
     word also finds what it is the beginning of. So the entry of `soft_topk`, which many pages mention, would
     come after that of `soft_topk_sum`. The weight of an entry makes up for the first, and is larger for
     shorter names because of the second.
+
+    A letter, as the p in top-p, finds all that begins with it. Tags come before that.
     """
     path = Path(config.site_dir) / "search" / "search_index.json"
     index = json.loads(path.read_text(encoding="utf-8"))
@@ -89,6 +105,9 @@ def on_post_build(config: Any, **_: Any) -> None:
             count = sum(last.lower() in some for some in words)
             rarity = math.log1p((len(words) - count + 0.5) / (count + 0.5))  # as lunr computes it
             entry["boost"] = 100 / (rarity * len(last))
+    places = {entry["location"]: entry for entry in index["docs"]}
+    for place, (tag, weight) in TAGS.items():
+        places[place].update(tags=[tag], boost=weight)
     path.write_text(json.dumps(index), encoding="utf-8")
 
 
