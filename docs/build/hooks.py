@@ -1,6 +1,6 @@
 """What the pages hold besides what is written in them.
 
-KaTeX is served with them; notebooks are executed and become pages, and so do the committed tables of
+KaTeX is served with them; notebooks become pages, and so do the committed tables of
 benchmarks/results.
 """
 
@@ -14,7 +14,6 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import nbclient
 import nbformat
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
@@ -76,7 +75,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta.setdefault("search", {"boost": REPORTS})
     if page.file.src_uri.startswith("api/"):
         return str(TABLES["entries"](markdown))
-    markdown = re.sub(r"\((notebooks/\w+)\.ipynb\)", r"(\1.md)", markdown)
+    markdown = re.sub(r"\(([\w/]+)\.ipynb\)", r"(\1.md)", markdown)
     return markdown.replace("](../benchmarks/results/", "](benchmarks/")
 
 
@@ -122,9 +121,8 @@ def report(path: Path) -> str:
 
 
 def notebook(path: Path) -> dict[str, Any]:
-    """The page that a notebook makes, executed, and its pictures."""
+    """The page that a notebook makes, with the outputs that it stores, and its pictures."""
     book = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(book, timeout=600, kernel_name="python3").execute()
     text: list[str] = []
     files: dict[str, bytes] = {}
     for cell in book.cells:
@@ -139,6 +137,6 @@ def notebook(path: Path) -> dict[str, Any]:
             name = f"{path.stem}-{len(files)}.png"
             files[name] = base64.b64decode(picture)
             text.append(f"![what the cell above draws]({name})")
-    note = f"*This page is the notebook `docs/notebooks/{path.name}`, executed when the site was built.*"
+    note = f"*This page is the notebook `docs/notebooks/{path.name}`.*"
     text.insert(1, note)
     return {f"{path.stem}.md": "\n\n".join(text), **files}

@@ -34,7 +34,7 @@ def names(page: str) -> list[str]:
     return ROW.findall(page)
 
 
-def written(page: str, package: griffe.Object) -> str:
+def written(page: str, package: griffe.Object | griffe.Alias) -> str:
     """The page with its rows as the source has them."""
     return ROW.sub(
         lambda row: f'| <a id="{row[1]}"></a>`{signature(row[1], package)}` | {line(row[1], package)} |\n',
@@ -42,12 +42,12 @@ def written(page: str, package: griffe.Object) -> str:
     )
 
 
-def found(name: str, package: griffe.Object) -> griffe.Object:
+def found(name: str, package: griffe.Object | griffe.Alias) -> griffe.Object:
     member = package[name.partition(".")[2]]
     return member.final_target if isinstance(member, griffe.Alias) else member
 
 
-def line(name: str, package: griffe.Object) -> str:
+def line(name: str, package: griffe.Object | griffe.Alias) -> str:
     """The first sentence of its docstring."""
     docstring = found(name, package).docstring
     if docstring is None:
@@ -57,7 +57,7 @@ def line(name: str, package: griffe.Object) -> str:
     return text.replace("|", r"\|").replace("*", r"\*")
 
 
-def signature(name: str, package: griffe.Object) -> str:
+def signature(name: str, package: griffe.Object | griffe.Alias) -> str:
     """With the defaults, but without annotations."""
     obj = found(name, package)
     if not isinstance(obj, (griffe.Function, griffe.Class)):
@@ -85,7 +85,7 @@ def entries(page: str) -> str:
     return TABLE.sub(table, page)
 
 
-def load() -> griffe.Object:
+def load() -> griffe.Object | griffe.Alias:
     """The package, read and not run."""
     return griffe.load("khot", search_paths=[ROOT / "src"], allow_inspection=False)
 
