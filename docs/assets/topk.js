@@ -2,6 +2,7 @@
 (() => {
   const root = document.getElementById("khot-figure");
   if (!root) return;
+  root.replaceChildren(); // the picture, which is for those who see no figure
 
   const scores = [0.4, 1.6, -0.6, 2.2, 0.9, 1.2];
   const n = scores.length, LOW = -3, HIGH = 3;
@@ -55,7 +56,7 @@
       "aria-valuemin": LOW, "aria-valuemax": HIGH,
     });
     add(handle, "circle", { r: 18, fill: "transparent" }); // large enough for a finger
-    add(handle, "circle", { r: 7, fill: "var(--md-primary-fg-color)" });
+    add(handle, "circle", { r: 7, fill: "var(--md-typeset-a-color)" });
     const score = add(handle, "text", { y: -11, "text-anchor": "middle" });
     const set = (x) => {
       scores[i] = Math.round(10 * Math.min(HIGH, Math.max(LOW, x))) / 10;

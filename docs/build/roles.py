@@ -5,8 +5,10 @@ Indented lines that stand by themselves are a formula, or after a double colon c
 
 from __future__ import annotations
 
+import doctest
 import re
 import runpy
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ class Roles(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            lines = obj.docstring.value.splitlines()
+            lines = examples(obj.docstring.value).splitlines()
             text = ROLE.sub(lambda match: link(match, obj), "\n".join(formulas(tables(lines))))
             text = text.replace("*(", "\\*(")  # ω*(z) is no emphasis
             # griffe knows the plural only
@@ -43,6 +45,38 @@ def link(match: re.Match[str], obj: griffe.Object) -> str:
     name = match[2]
     shown = name.rpartition(".")[2] if match[1] or "." not in name else name
     return f"[`{shown}`][{name}]" if name.startswith("khot.") and match[0][:4] != ":mod" else f"`{shown}`"
+
+
+def examples(text: str) -> str:
+    """The text, with its examples as code to copy: without prompts, with imports, and results as comments."""
+    out: list[str] = []
+    code: list[str] = []  # of examples that follow each other
+    imported: set[str] = set()
+
+    def close(indent: str) -> None:
+        used = {name for name in ("torch", "khot") if re.search(rf"\b{name}\.", "\n".join(code))} - imported
+        imported.update(used)
+        head = [f"import {', '.join(sorted(used, reverse=True))}"] if used else []
+        if head and not code[0].startswith(("import ", "from ")):
+            head.append("")
+        block = "\n".join(["```python", *head, *code]).rstrip("\n") + "\n```\n"
+        out.append(textwrap.indent(block, indent))
+        code.clear()
+
+    indent = ""
+    for part in doctest.DocTestParser().parse(text):
+        if isinstance(part, doctest.Example):
+            indent = " " * part.indent
+            code += re.sub(r" *# doctest: .*", "", part.source).splitlines()
+            if result := part.exc_msg or part.want:
+                code += [*(f"# {line}".rstrip() for line in result.splitlines()), ""]
+        elif part.strip() or not code:
+            if code:
+                close(indent)
+            out.append(part)
+    if code:
+        close(indent)
+    return "".join(out)
 
 
 def tables(lines: list[str]) -> list[str]:

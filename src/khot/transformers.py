@@ -64,7 +64,7 @@ def balance(model: PreTrainedModel, *, bins: int = 1024, ema: float = 0.0) -> li
         ValueError: the model has no router that is known.
 
     Example:
-        >>> import transformers
+        >>> import transformers, khot.transformers
         >>> config = transformers.MixtralConfig(
         ...     vocab_size=64,
         ...     hidden_size=16,

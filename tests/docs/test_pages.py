@@ -23,8 +23,10 @@ import pytest
 import torch
 
 import khot
+import pages
 
-SITE = Path(__file__).resolve().parents[2] / "site"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SITE = DOCS.parent / "site"
 PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (1280, 390)
@@ -46,6 +48,54 @@ HAVING_FORMULAS = """() =>
     .map(heading => heading.id)"""
 RAW_FORMULAS = """() => [...document.querySelectorAll(".arithmatex")]
     .filter(e => !e.querySelector(".katex") || e.querySelector(".katex-error")).map(e => e.textContent)"""
+
+
+# What is in the clipboard after a click on the button of each block of Python, and the entry that has it.
+COPIED = """async () => {
+    const found = [];
+    for (const block of document.querySelectorAll("div.language-python:not(.doc-signature)")) {
+        await navigator.clipboard.writeText("");
+        block.querySelector("button[data-md-type=copy]").click();
+        const entry = block.closest(".doc-object");
+        found.push([entry?.querySelector(".doc-heading").id ?? "", await navigator.clipboard.readText()]);
+    }
+    return found;
+}"""
+
+ALL_HAVE_BUTTONS = """() => [...document.querySelectorAll("div.language-python")]
+    .every(block => block.querySelector("button[data-md-type=copy]"))"""
+
+# The texts whose colour differs from what is behind them by less than the ratio that WCAG asks for.
+FAINT = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const rgba = color => {
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = color;
+        canvas.fillRect(0, 0, 1, 1);
+        const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+        return [r, g, b, a / 255];
+    };
+    const up = e => e ? [e, ...up(e.parentElement)] : [];
+    const over = (below, [r, g, b, a]) => [r, g, b].map((value, i) => value * a + below[i] * (1 - a));
+    const behind = e => up(e).reverse().map(n => rgba(getComputedStyle(n).backgroundColor))
+        .reduce(over, [255, 255, 255]);
+    const linear = value => value <= 10 ? value / 3294.6 : ((value / 255 + 0.055) / 1.055) ** 2.4;
+    const light = ([r, g, b]) => 0.05 + 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+    const ratio = e => {
+        const style = getComputedStyle(e), below = behind(e);
+        const [r, g, b, a] = rgba(e instanceof SVGElement ? style.fill : style.color);
+        const opacity = up(e).reduce((product, n) => product * getComputedStyle(n).opacity, a);
+        const [low, high] = [light(below), light(over(below, [r, g, b, opacity]))].sort((x, y) => x - y);
+        return high / low;
+    };
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    while (texts.nextNode()) {
+        const e = texts.currentNode.parentElement, text = texts.currentNode.textContent.trim();
+        const shown = e.checkVisibility({ opacityProperty: true, visibilityProperty: true });
+        if (text && shown && e.getClientRects().length && ratio(e) < 4.5) found.push(`${ratio(e)}: ${text}`);
+    }
+    return found;
+}"""
 
 
 def absent(what: str) -> None:
@@ -91,9 +141,29 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def context(browser: Any) -> Iterator[Any]:
     """One for all pages, so that what they share is loaded once."""
-    context = browser.new_context(viewport={"width": WIDTHS[0], "height": 900})
+    context = browser.new_context(
+        viewport={"width": WIDTHS[0], "height": 900}, permissions=["clipboard-read", "clipboard-write"]
+    )
     yield context
     context.close()
+
+
+def wrong_copies(page: str, copies: list[tuple[str, str]]) -> list[str]:
+    """What was copied from a page and is not what the tests run, or from the reference and does not run."""
+    source = DOCS / f"{page.removesuffix('index.html').rstrip('/') or 'index'}.md"
+    if page.startswith("api/"):
+        names: dict[str, dict[str, Any]] = {}  # of each entry
+        for entry, code in copies:
+            torch.manual_seed(0)
+            try:
+                exec(compile(code, entry, "exec"), names.setdefault(entry, {"__name__": "copied"}))
+            except Exception as error:
+                return [f"{entry}: {error!r}"]
+    elif source.exists():
+        blocks = [block.strip() for block in pages.blocks(source.read_text(encoding="utf-8"))]
+        if blocks != [code.strip() for _, code in copies]:
+            return ["what is copied is not what is tested"]
+    return []
 
 
 @pytest.mark.parametrize("page", PAGES or [""])
@@ -118,6 +188,8 @@ def test_page(page: str, address: str, context: Any) -> None:
     wanted = {name for name in FORMULAS.split() if f'id="{name}"' in (SITE / page).read_text("utf-8")}
     missing = wanted.difference(tab.evaluate(HAVING_FORMULAS))
     complaints += [f"no formula: {name}" for name in sorted(missing)]
+    tab.wait_for_function(ALL_HAVE_BUTTONS)
+    complaints += wrong_copies(page, tab.evaluate(COPIED))
     for width in WIDTHS:
         tab.set_viewport_size({"width": width, "height": 900})
         sticking_out = tab.evaluate(STICKS_OUT)
@@ -130,6 +202,25 @@ def test_page(page: str, address: str, context: Any) -> None:
     found = list(complaints)
     tab.close()  # and cancels what the page still asks for
     assert found == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", ["index", "operators/index", "performance/index", "api/topk/index"])
+def test_texts_can_be_read(page: str, scheme: str, address: str, browser: Any) -> None:
+    tab = browser.new_page(viewport={"width": WIDTHS[0], "height": 900}, color_scheme=scheme)
+    tab.goto(f"{address}{page}.html")
+    found = tab.evaluate(FAINT)
+    tab.close()
+    assert found == []
+
+
+def test_code_is_above_the_fold(address: str, browser: Any) -> None:
+    for width, height in zip(WIDTHS, (900, 844), strict=True):
+        tab = browser.new_page(viewport={"width": width, "height": height})
+        tab.goto(f"{address}index.html")
+        box = tab.locator("div.language-python").first.bounding_box()
+        tab.close()
+        assert box["y"] + box["height"] < height
 
 
 def test_links_to_places_arrive(address: str) -> None:
@@ -246,7 +337,7 @@ def test_figure_of_the_home_page(width: int, address: str, browser: Any) -> None
     tab.keyboard.press("ArrowUp")
     assert float(handles[0].get_attribute("aria-valuenow")) == pytest.approx(value + 0.1)
     figure_agrees(tab)
-    handles[1].scroll_into_view_if_needed()
+    handles[1].evaluate("handle => handle.scrollIntoView({ block: 'center' })")
     box, value = handles[1].bounding_box(), float(handles[1].get_attribute("aria-valuenow"))
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     tab.mouse.move(x, y)

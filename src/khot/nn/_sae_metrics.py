@@ -180,6 +180,7 @@ def loss_recovered(
         ValueError, TypeError: an argument out of range.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 16), nn.Linear(16, 9))
         >>> sae = khot.nn.TopKSAE(16, 64, k=4)
         >>> khot.nn.loss_recovered(model, "1", sae, torch.randint(9, (4, 20))).shape
