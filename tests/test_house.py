@@ -85,6 +85,11 @@ def test_citation_has_what_the_format_requires_and_the_package_says() -> None:
     assert citation["license"] == about["License-Expression"]
     assert ",".join(citation["keywords"]) == about["Keywords"]
     assert [author["name"] for author in citation["authors"]] == ["The khot developers"]
+    papers = re.findall(
+        r"^  title +=", (ROOT / "docs" / "papers.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(citation["references"]) == len(papers)
+    assert all({"type", "title", "authors", "year"} <= set(paper) for paper in citation["references"])
 
 
 def test_every_supported_python_has_a_classifier() -> None:

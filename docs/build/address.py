@@ -1,7 +1,11 @@
 """Where the repository and the site are: one place for the links of pages, of the README and of the metadata.
 
-The address is in the environment as KHOT_REPOSITORY, or it is that of git's remote `origin`. Where there is
-neither, links stay inside the checkout.
+The address is KHOT_REPOSITORY of the environment, or `repository-code` of CITATION.cff, or that of git's
+remote `origin`. Where there is none, links stay inside the checkout.
+
+    python docs/build/address.py
+
+says what it is, and fails if CITATION.cff lacks it.
 """
 
 from __future__ import annotations
@@ -9,17 +13,28 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
-__all__ = ["absolute", "repository", "site"]
+__all__ = ["absolute", "cited", "repository", "site"]
+
+CITATION = Path(__file__).resolve().parents[2] / "CITATION.cff"
 
 
 def repository() -> str:
     """The address that a browser opens, without a slash at its end; empty if there is none."""
-    address = os.environ.get("KHOT_REPOSITORY") or _origin()
+    address = os.environ.get("KHOT_REPOSITORY") or cited() or _origin()
     address = re.sub(r"^(?:ssh://)?git@([\w.-]+)[:/]", r"https://\1/", address)
     address = re.sub(r"(?:\.git)?/?$", "", address)
     return address if re.fullmatch(r"https://[\w.-]+(?:/[\w.-]+)+", address) else ""
+
+
+def cited() -> str:
+    """What CITATION.cff says."""
+    found = re.search(
+        r'^repository-code: "?([^"\n]+)"?$', CITATION.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    return found[1] if found else ""
 
 
 def _origin() -> str:
@@ -53,3 +68,9 @@ def absolute(text: str, version: str) -> str:
     # a browser shows the pictures of `raw` and the pages of `blob`
     text = re.sub(r"\]\((?!https?:|#)([^)]*\.png)\)", rf"]({address}/raw/v{version}/\1)", text)
     return re.sub(r"\]\((?!https?:|#)([^)]*)\)", rf"]({address}/blob/v{version}/\1)", text)
+
+
+if __name__ == "__main__":
+    if not cited():
+        sys.exit("CITATION.cff has no repository-code, the address of the repository")
+    print(cited())

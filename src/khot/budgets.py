@@ -42,7 +42,7 @@ def soft_budget(
     group: Any = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """A differentiable selection of entries with costs: the shares y that spend a budget, Σ_i w_i y_i = B.
+    """A differentiable selection of entries with costs: the weights y that spend a budget, Σ_i w_i y_i = B.
 
         by score    y_i = F((x_i − t)/τ)
         by value    y_i = F((x_i − t w_i)/τ)
@@ -51,7 +51,7 @@ def soft_budget(
     number of entries, in two forms:
 
     - ``by="score"``: the input is a priority, such as a relevance, or a value per unit
-      of cost. Entries with equal scores have equal shares, and to split an entry into several whose costs
+      of cost. Entries with equal scores have equal weights, and to split an entry into several whose costs
       add up changes nothing. With log-probabilities (``logits.log_softmax(-1)``) as input, probabilities as
       cost and the budget p, it is a soft top-p (nucleus) selection. Do not take the logarithm of the
       probabilities instead: its gradient is NaN where one of them is 0.
@@ -62,7 +62,7 @@ def soft_budget(
         input: scores or values, of any floating-point dtype. −inf is never selected and is not paid for;
             +inf is always selected and paid for.
         cost: the costs w ≥ 0, a tensor of integers or floating-point numbers that broadcasts to the input.
-            An entry of cost 0 is free: by score, it is selected like the others; by value, its share is
+            An entry of cost 0 is free: by score, it is selected like the others; by value, its weight is
             F(x/τ).
         budget: B, in [0, cost of all entries that may be selected]; a number or a tensor that broadcasts with
             the batch shape (the input's shape without ``dim``). A budget that exceeds the cost of all n

@@ -38,10 +38,10 @@ class KHotGate(LeftSoft):
     selects the features with a probability above ½.
 
     With a ``cost``, the features have prices, and k is a budget. In train mode every feature is then
-    multiplied by its share of :func:`khot.soft_budget`. The shares are soft, spend the budget exactly, and
+    multiplied by its weight in :func:`khot.soft_budget`. The weights are soft, spend the budget exactly, and
     are the same for all examples. A logit rises where a feature lowers the loss by more, per unit of cost,
     than the others. In eval mode :func:`khot.budget_mask` selects the features with the largest logits that
-    the budget pays for. Lower ``tau`` in the course of training, so that the shares become 0 or 1.
+    the budget pays for. Lower ``tau`` in the course of training, so that the weights become 0 or 1.
 
     Args:
         n: number of features.
@@ -57,7 +57,7 @@ class KHotGate(LeftSoft):
 
     Attributes:
         logits: the parameter, (n,); it starts from zeros, all features being equally likely.
-        probs: σ_k(logits), with ``k=None`` σ(logits), with a cost the shares of train mode: (n,), in [0, 1],
+        probs: σ_k(logits), with ``k=None`` σ(logits), with a cost the weights of train mode: (n,), in [0, 1],
             differentiable. For the estimators ``straight_through`` and ``second_order`` the probability of
             each feature to be in a sample.
         mask: the selection of eval mode, (n,), zeros and ones.

@@ -98,7 +98,7 @@ def prune_global(
             Not with ``min_share`` and ``max_share``, and not for DTensors.
 
     With ``by="score"`` every entry has a score, a parameter that starts at 0 and is learned with the weights.
-    In train mode an entry is multiplied by its share in the soft top-k of all scores, so that a weight of any
+    In train mode an entry is multiplied by its value in the soft top-k of all scores, so that a weight of any
     size can be kept or pruned, and one that is nearly pruned still has a gradient; in eval mode the entries
     of the largest scores are kept. With a ``cost``, :func:`khot.soft_budget` of the scores takes the place of
     the soft top-k. The scores are parameters of the model, ``module.parametrizations[name][0].score``, so
@@ -108,7 +108,7 @@ def prune_global(
 
     With a cost c, the kept entries w are those of largest abs(w)/√c. They are the choice that changes the
     weights least, in the sum of squares, for what it costs. The hard selection never exceeds the budget, but
-    for rounding. In train mode, the entries are multiplied by shares in [0, 1] that spend it exactly, from
+    for rounding. In train mode, the entries are multiplied by factors in [0, 1] that spend it exactly, from
     :func:`khot.soft_budget` of log(abs(w)/√c); with p = 2, those between the threshold and e^τ times the
     threshold are reduced and not yet 0.
 
