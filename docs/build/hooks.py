@@ -28,7 +28,8 @@ REPORTS = 0.1  # what a word in a report counts, beside one in a page
 # reference. No word begins with a letter that a tag has alone.
 TAGS = {
     "operators/#other-names-of-soft_topk": ("soft top-k differentiable", 3),
-    "operators/#how-to-choose-tau": ("temperature", 3),
+    "operators/#how-to-choose-tau": ("temperature sharp", 3),
+    "export/": ("compile", 3),
     "budgets/#top-p": ("top-p", 3),
     "api/estimators/#khot.estimators.gumbel": ("gumbel top-k", 2),
     "gradients/": ("straight-through", 3),

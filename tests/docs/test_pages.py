@@ -253,6 +253,7 @@ QUERIES = {
     "straight-through": "gradients/",
     "differentiable": "operators/",
     "temperature": "operators/",
+    "torch.compile": "export/",
     "learned k": "recipes/",
     "exactly k": "sampling/",
     "knapsack": "api/budgets/",
