@@ -24,6 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 REFERENCE = sorted((DOCS / "api").glob("*.md"))
+OTHERS = [
+    ROOT / "CHANGELOG.md",
+    *(ROOT / folder / "README.md" for folder in ("csrc", "examples", "khot-jax")),
+    *sorted(DOCS.glob("results/*/report.md")),
+]
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
@@ -153,7 +158,7 @@ def test_headings_have_one_anchor_on_the_site_and_on_a_code_host(page: Path) -> 
     assert not [heading for heading in headings(page) if heading.endswith("}")]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_arrive_on_a_code_host(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert not re.findall(r"`\]\[[^\]]*\]", text)
