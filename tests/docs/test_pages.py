@@ -28,6 +28,8 @@ import pages
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SITE = DOCS.parent / "site"
 PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
+# of the committed tables, which are alike, the longest and the widest
+LOOKED_AT = [page for page in PAGES if not re.match(r"benchmarks/(?!(cpu|device)/)", page)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (1280, 390)
 SLOW = 120_000  # milliseconds; the machine may be busy
@@ -166,7 +168,7 @@ def wrong_copies(page: str, copies: list[tuple[str, str]]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("page", PAGES or [""])
+@pytest.mark.parametrize("page", LOOKED_AT or [""])
 def test_page(page: str, address: str, context: Any) -> None:
     complaints: list[str] = []
 
