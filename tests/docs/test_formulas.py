@@ -67,3 +67,52 @@ def test_indented_lines_are_formulas_but_not_sections_and_code() -> None:
     wanted = [*lines]
     wanted[2], wanted[9] = r"\[y=x\]", "The loop:"
     assert formulas(lines) == wanted
+
+
+DOCSTRING = """What it is.
+
+Example:
+    >>> x = torch.ones(2)  # doctest: +ELLIPSIS
+    >>> for i in range(2):
+    ...     print(i)
+    0
+    1
+    >>> int("a")
+    Traceback (most recent call last):
+    ValueError: a
+
+    And then:
+
+    >>> khot.topk_mask(x, 1)
+    tensor([1., 0.])
+"""
+COPIED = """What it is.
+
+Example:
+    ```python
+    import torch
+
+    x = torch.ones(2)
+    for i in range(2):
+        print(i)
+    # 0
+    # 1
+
+    int("a")
+    # ValueError: a
+    ```
+
+    And then:
+
+    ```python
+    import khot
+
+    khot.topk_mask(x, 1)
+    # tensor([1., 0.])
+    ```
+"""
+
+
+def test_examples_can_be_copied() -> None:
+    pytest.importorskip("griffe")
+    assert runpy.run_path(str(BUILD / "roles.py"))["examples"](DOCSTRING) == COPIED
