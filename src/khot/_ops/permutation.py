@@ -124,7 +124,7 @@ def log_between(z: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF, dtype: t
         dtype: to compute in where that loses nothing but the last digits.
     """
     a, b = z[..., :-1, :], z[..., 1:, :]
-    if not (F.built_in and isinstance(F, (cdfs.Logistic, cdfs.Laplace))):
+    if not (F.built_in and isinstance(F, (cdfs.Logistic, cdfs.Laplace))) or not a.shape[-2]:
         return log_difference(a, b, F)
     infinite = hi.abs() == greatest(hi)
     fall = hi.masked_fill(infinite, 0).diff(dim=-2) + lo.masked_fill(infinite, 0).diff(dim=-2)
