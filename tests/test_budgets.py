@@ -161,6 +161,8 @@ def test_infinite_scores_and_free_entries(by: str) -> None:
     t = 2.5  # of the two others
     assert free[0] == pytest.approx(1 / (1 + math.exp(t - 1 if by == "score" else -1)), abs=1e-12)
     assert khot.soft_budget(torch.zeros(2, 0), torch.zeros(2, 0), 0.0, by=by).shape == (2, 0)
+    with pytest.raises(ValueError, match="but got 1 for a row with 0"):
+        khot.soft_budget(torch.zeros(2, 0), torch.zeros(2, 0), 1.0, by=by)
     nan = khot.soft_budget(torch.stack((f64(1.0, NAN), f64(1.0, 2.0))), f64(1.0, 1.0), 1.0, by=by)
     assert nan[0].isnan().all() and not nan[1].isnan().any()
     assert (
@@ -504,6 +506,7 @@ def test_the_nucleus_of_a_row_without_probabilities() -> None:
     for given in (x, x.clone().requires_grad_()):
         y = khot.nucleus_mask(given, 0.9).detach()
         assert y[:3].isnan().all() and torch.equal(y[3:], want[3:])
+    assert khot.nucleus_mask(torch.zeros(2, 0, requires_grad=True), 0.9).shape == (2, 0)
     with pytest.raises(ValueError, match=r"^p must lie in \[0, 1\], but got 1.5"):
         khot.nucleus_mask(x, f64(0.1, 0.2, 0.3, 0.4, 1.5))
 

@@ -154,7 +154,7 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
     float start = 0;
     float origin = 0;
     if (!kByValue) {
-      const float first = *fetch(x_, 0, 1, &start);
+      const float first = n_ ? *fetch(x_, 0, 1, &start) : 0;
       origin = std::fabs(first) < kInf<float> ? first : finite_entry<float>(x_, n_);
     }
     const double unit = kByValue ? unit_of(cost, n_) : 1;

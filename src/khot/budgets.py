@@ -275,7 +275,8 @@ def nucleus_mask(
     if recorded or forward_mode_is_on() or transforms_are_on():
         log_p = at_least_single(x).log_softmax(-1)
         cost = log_p.exp().nan_to_num(0)  # in a row without probabilities, which is NaN by its log_p
-        soft = budget_map(log_p, cost, share, scale, cdfs.Logistic(), "score", False).to(x.dtype)
+        spent = share if x.shape[-1] else 0 * share  # rows without entries can spend nothing
+        soft = budget_map(log_p, cost, spent, scale, cdfs.Logistic(), "score", False).to(x.dtype)
         y = y + (soft - soft.detach())
     return arguments.unrows(y, logits, dim)
 
