@@ -715,7 +715,7 @@ def _rows(logits: Tensor, dim: int) -> Tensor:
     """Rows along the last dim, in float32 at least: in half precision π would not sum to k."""
     arguments.check_input(logits, "logits")
     x = arguments.rows(logits, dim)
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype.itemsize >= 4 else x.float()
 
 
 def _unrows(sample: Tensor, logits: Tensor, dim: int) -> Tensor:
