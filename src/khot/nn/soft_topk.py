@@ -30,7 +30,9 @@ class SoftTopK(LeftSoft):
         learnable_k: learn how many, starting at ``k``, as softplus of a parameter. It is a count and not a
             share of the entries: it is the same for rows of any length. A row with fewer entries gets all of
             them and gives k no gradient. k tends to grow unless the loss has a term for it, such as
-            ``layer.k()``.
+            ``layer.k()``. With such a term it becomes too small in front of weights that learn as well,
+            because larger weights make up for a smaller selection: take ``hard=True``, or
+            :class:`khot.nn.KHotGate` with ``k=None``.
         hard: return the hard mask in train mode, too, with the gradient of the soft one.
         soft_eval: return the soft mask in eval mode, too.
         device, dtype: of the parameters, if there are any.
