@@ -26,12 +26,14 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 REPORTS = 0.1  # what a word in a report counts, beside one in a page
 # words that people look for and a page does not have, or not at its beginning
 TAGS = {
+    "#on-a-gpu": "gpu cuda",
     "operators/": "differentiable",
     "operators/#how-to-choose-tau": "temperature sharp",
     "api/estimators/#khot.estimators.gumbel": "gumbel",
     "sampling/": "exactly",
     "numerics/": "half mixed autocast",
     "performance/": "slow",
+    "packed/": "offsets",
     "pruning/#n-of-every-m": "2:4",
 }
 # In the theme's search: what makes a word also find what it is the beginning of, and the same but for short

@@ -274,6 +274,13 @@ QUERIES = {
     "recall at k": "api/losses/",
     "mixed precision": "numerics/",
     "jax": "jax/",
+    "gpu": "",
+    "cuda": "",
+    "offsets": "packed/",
+    "lora": "pruning/",
+    "transcoder": "sparse-autoencoders/",
+    "pad_sequence": "ranking/",
+    "lightning": "recipes/",
 }
 # names that have an entry in the reference, which comes before all that mentions them
 NAMES = """
