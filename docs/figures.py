@@ -116,7 +116,7 @@ def falling_tau(out: Path) -> None:
         ax.bar(range(len(x)), y.tolist(), color=colors, width=0.75)
         ax.axhline(k / len(x), color=GREY, linestyle=":", linewidth=1)
         ax.set_title(title, fontsize=13)
-        ax.set_xticks(range(len(x)), [f"{v:g}".replace("-", "−") for v in x.tolist()], fontsize=9)
+        ax.set_xticks(range(len(x)), [f"{v:g}".replace("-", "−") for v in x.tolist()], fontsize=8.5)
         ax.set_xlabel(f"weights sum to {y.sum():g}", fontsize=11)
     axes[0].set(ylim=(0, 1.05), yticks=(0, k / len(x), 1), yticklabels=("0", "k/n", "1"))
     figure.suptitle("six scores, k = 3", fontsize=11, color=GREY)
@@ -424,7 +424,7 @@ def headline(out: Path) -> None:
         ax.grid(True, which="major", alpha=0.3)
     axes[0].set_ylabel("forward + backward, in softmaxes")
     axes[0].set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    axes[1].legend(frameon=False, fontsize=9, loc="lower left")
+    axes[0].legend(frameon=False, fontsize=9, loc="lower left")  # the panel that a phone shows
     save(figure, out / "headline.png")
 
 
