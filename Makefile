@@ -106,6 +106,7 @@ dist: $(HAS)release ## build the source distributions and wheels, of khot also t
 dist-test: $(HAS)dev dist ## install each wheel in a new environment, and run the tests outside the source tree
 	KHOT_REQUIRE_COMPILED=1 .ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-abi3-*.whl $(ARGS)
 	.ci/try-wheel $(BIN)/python dist/khot-*.tar.gz dist/khot-*-none-any.whl $(ARGS)
+	.ci/try-jax-wheel $(PYTHON) dist/khot_jax-*.tar.gz dist/khot_jax-*.whl $(ARGS)
 
 clean: ## remove build output and caches (.venv stays)
 	rm -rf build dist khot-jax/build site docs/katex/node_modules src/*.egg-info khot-jax/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
