@@ -7,6 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ try:
     from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
 except ImportError:  # then calls are not split over devices, and XLA gathers their operands
     _needs_devices = None
+# without it the partitioner of jax 0.6 asks a function, `inferred`
+_NAMES_WHOLE_FACTORS = "need_replication_factors" in signature(custom_partitioning.def_partition).parameters
+
 __all__ = ["call", "instruction_set", "register", "takes_value"]
 
 TARGETS = ("topk", "topk_pull", "budget", "budget_pull", "mask", "order", "order_pull")
@@ -107,11 +111,15 @@ def _where_rows_are(run: Callable[..., Sequence[Array]], operands: Sequence[Arra
             tuple(along_batch(mesh, each) for each in shapes),
         )
 
+    def inferred(mesh: Any, shapes: Any, results: Any) -> Any:
+        return (along_batch(mesh, shapes[0]),) * len(results)
+
     results = jax.eval_shape(run, *operands)
     split = custom_partitioning(lambda *given: tuple(run(*given)))
     rule = f"{factors(operands)} -> {factors(results)}"
     last = tuple(each for each in ("n", "z") if each in rule.split())
-    split.def_partition(partition, sharding_rule=rule, need_replication_factors=last)
+    whole = {"need_replication_factors": last} if _NAMES_WHOLE_FACTORS else {}
+    split.def_partition(partition, inferred, sharding_rule=rule, **whole)
     return split(*operands)
 
 

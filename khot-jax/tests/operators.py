@@ -11,7 +11,12 @@ from jax import Array
 
 import khot_jax as kj
 
-__all__ = ["OPERATORS", "arguments"]
+try:
+    from jax import enable_x64
+except ImportError:  # jax 0.6
+    from jax.experimental import enable_x64  # type: ignore[no-redef]
+
+__all__ = ["OPERATORS", "arguments", "enable_x64"]
 
 # name: (the function, how many arguments after x and before tau, whether it is smooth)
 OPERATORS: dict[str, tuple[Callable[..., Array], int, bool]] = {

@@ -19,6 +19,7 @@ from jax import Array
 
 import khot_jax as kj
 from khot_jax import _root
+from operators import enable_x64
 
 EVERY = pytest.mark.parametrize("cdf", oracle.CDFS)
 
@@ -221,7 +222,7 @@ def test_cdfs_of_your_own(F: kj.cdfs.CDF) -> None:
     v = x[::-1]
     f = jax.jit(lambda k: (kj.soft_topk(x, k, cdf=F) * v).sum(-1))
     slope = jax.jvp(f, (k,), (jnp.ones(3),))[1]
-    with jax.enable_x64(True):
+    with enable_x64(True):
         x, v, k = (jnp.asarray(np.asarray(each), jnp.float64) for each in (x, v, k))
         f = lambda k: (kj.soft_topk(x, k, cdf=F) * v).sum(-1)
         f = jax.jit(f)

@@ -16,6 +16,7 @@ import khot_jax as kj
 from khot_jax import _root
 from khot_jax._implicit import Solved, pull
 from khot_jax.cdfs import resolve
+from operators import enable_x64
 
 EVERY = pytest.mark.parametrize("cdf", oracle.CDFS)
 EPS = 2.0**-23
@@ -235,7 +236,7 @@ def test_half_precision_is_float32_rounded_once(dtype: str) -> None:
 
 
 def test_float64_is_exact_to_its_digits() -> None:
-    with jax.enable_x64(True):
+    with enable_x64(True):
         for cdf, law in oracle.CDFS.items():
             for n in (64, 1000):
                 x = np.random.default_rng(n).standard_normal(n) * 5

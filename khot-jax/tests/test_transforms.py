@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import khot_jax as kj
-from operators import OPERATORS, arguments
+from operators import OPERATORS, arguments, enable_x64
 
 EVERY = pytest.mark.parametrize("name", OPERATORS)
 
@@ -32,7 +32,7 @@ def along(f: Any, args: tuple[Array, ...], moves: tuple[Array, ...], e: float = 
 
 @EVERY
 def test_derivatives_are_differences_in_both_modes(name: str) -> None:
-    with jax.enable_x64(True):
+    with enable_x64(True):
         f, args = jax.jit(OPERATORS[name][0]), arguments(name, dtype=jnp.float64)
         moves = directions(args)
         out, tangent = jax.jvp(f, args, moves)
@@ -46,7 +46,7 @@ def test_derivatives_are_differences_in_both_modes(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, _, smooth) in OPERATORS.items() if smooth])
 def test_second_derivatives_are_differences(name: str) -> None:
-    with jax.enable_x64(True):
+    with enable_x64(True):
         f, args = OPERATORS[name][0], arguments(name, n=5, dtype=jnp.float64)
         v = directions((f(*args),), 2)[0]
         gradient = jax.jit(jax.grad(lambda *a: jnp.vdot(f(*a), v), argnums=tuple(range(len(args)))))
