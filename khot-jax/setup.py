@@ -30,7 +30,10 @@ SOURCES = [
 
 def made(source: str) -> str | None:
     """The object of a file of kernels that a build of khot has left."""
-    there = Path(os.environ.get("KHOT_JAX_OBJECTS", ""), Path(source).stem + ".o")
+    folder = os.environ.get("KHOT_JAX_OBJECTS")
+    if not folder:
+        return None
+    there = Path(folder, Path(source).stem + ".o")
     latest = max(path.stat().st_mtime for path in KERNELS.rglob("*.[hc]*"))
     return str(there) if there.is_file() and there.stat().st_mtime > latest else None
 
