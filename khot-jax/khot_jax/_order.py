@@ -65,13 +65,8 @@ def soft_rank(
         >>> print(khot_jax.soft_rank(jnp.array([10.0, 30.0, 20.0]), tau=0.5))
         [1. 3. 2.]
     """
-    F = cdfs.resolve(cdf)
-    arguments.flag(descending, "descending")
-    sign = -1 if descending else 1
-    last = math.inf * sign
-    rows = arguments.rows(x, axis, where, fill=last)
-    tau = arguments.per_row(tau, "tau", rows, low_open=True)
-    wide = rows.astype(tau.dtype)
+    F, sign, rows, tau = _given(x, axis, tau, cdf, descending, where)
+    wide, last = rows.astype(tau.dtype), math.inf * sign
     if isinstance(F, Laplace):
         ranks = _ordered(wide, tau, "rank", descending)
     else:
@@ -119,11 +114,7 @@ def soft_sort(
         >>> print(khot_jax.soft_sort(jnp.array([10.0, 30.0, 20.0]), tau=0.5))
         [10. 20. 30.]
     """
-    F = cdfs.resolve(cdf)
-    arguments.flag(descending, "descending")
-    sign = -1 if descending else 1
-    rows = arguments.rows(x, axis, where, fill=math.inf * sign)
-    tau = arguments.per_row(tau, "tau", rows, low_open=True)
+    F, sign, rows, tau = _given(x, axis, tau, cdf, descending, where)
     wide, n = rows.astype(tau.dtype), rows.shape[-1]
     if isinstance(F, Laplace):
         values = _ordered(wide, tau, "sort", descending)
@@ -134,6 +125,17 @@ def soft_sort(
         count = arguments.selected(where, x, axis).sum(-1, keepdims=True)
         values = jnp.where((jnp.arange(n) < count) | jnp.isnan(values), values, 0)
     return arguments.unrows(values.astype(rows.dtype), axis)
+
+
+def _given(
+    x: Any, axis: int, tau: Any, cdf: str | CDF, descending: bool, where: Any
+) -> tuple[CDF, int, Array, Array]:
+    """The CDF, −1 for a descending order, the rows with what is not taken behind the others, and τ."""
+    F = cdfs.resolve(cdf)
+    arguments.flag(descending, "descending")
+    sign = -1 if descending else 1
+    rows = arguments.rows(x, axis, where, fill=math.inf * sign)
+    return F, sign, rows, arguments.per_row(tau, "tau", rows, low_open=True)
 
 
 def soft_quantile(
@@ -274,13 +276,9 @@ def _decayed(gap: Array) -> Array:
     def join(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         return jnp.maximum(a[0] + b[0], -FAR), jnp.logaddexp(jnp.maximum(a[1] + b[0], -FAR), b[1])
 
-    first = (
-        jnp.full_like(gap[..., :1], -FAR)
-        if gap.shape[-1]
-        else jnp.full((*gap.shape[:-1], 1), -FAR, gap.dtype)
-    )
     if gap.shape[-1] == 0:
-        return first
+        return jnp.full((*gap.shape[:-1], 1), -FAR, gap.dtype)
+    first = jnp.full_like(gap[..., :1], -FAR)
     _, sums = lax.associative_scan(join, (-gap, -gap), axis=-1)
     return jnp.concatenate([first, sums], -1)
 

@@ -167,8 +167,6 @@ class Logistic(CDF):
 
     compiled: ClassVar[str | None] = "logistic"
     symmetric: ClassVar[bool] = True
-    median: ClassVar[float] = 0.0  # type: ignore[misc]
-    mean: ClassVar[float] = 0.0  # type: ignore[misc]
     variance: ClassVar[float] = math.pi**2 / 3  # type: ignore[misc]
 
     def cdf(self, z: Array) -> Array:
@@ -200,8 +198,6 @@ class Laplace(CDF):
 
     compiled: ClassVar[str | None] = "laplace"
     symmetric: ClassVar[bool] = True
-    median: ClassVar[float] = 0.0  # type: ignore[misc]
-    mean: ClassVar[float] = 0.0  # type: ignore[misc]
     variance: ClassVar[float] = 2.0  # type: ignore[misc]
 
     def cdf(self, z: Array) -> Array:
@@ -236,8 +232,6 @@ class Normal(CDF):
 
     compiled: ClassVar[str | None] = "normal"
     symmetric: ClassVar[bool] = True
-    median: ClassVar[float] = 0.0  # type: ignore[misc]
-    mean: ClassVar[float] = 0.0  # type: ignore[misc]
     variance: ClassVar[float] = 1.0  # type: ignore[misc]
 
     def cdf(self, z: Array) -> Array:
