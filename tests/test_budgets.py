@@ -382,26 +382,42 @@ def test_short_rows_in_groups(by: str, dtype: torch.dtype, n: int, cdf: Any) -> 
 
 @every_cdf
 @pytest.mark.parametrize("tau", [0.03, 1e-3, 1e-5])
-@pytest.mark.parametrize("kind", ["normal", "ties", "heavy costs", "free entries", "left out"])
-def test_long_rows_of_decided_costs(kind: str, tau: float, cdf: Any) -> None:
+@pytest.mark.parametrize(
+    "kind", ["normal", "ties", "heavy costs", "free entries", "left out", "spent in full"]
+)
+@pytest.mark.parametrize(("rows", "n"), [(64, 48), (4, 1000)])
+def test_rows_of_decided_costs(rows: int, n: int, kind: str, tau: float, cdf: Any) -> None:
     """The entries near the threshold are solved by themselves; as in float64, which solves whole rows."""
     g = torch.Generator().manual_seed(0)
-    x, cost = torch.randn(4, 1000, generator=g), torch.rand(4, 1000, generator=g) + 0.05
+    x, cost = torch.randn(rows, n, generator=g), torch.rand(rows, n, generator=g) + 0.05
     if kind == "ties":
         x = (4 * x).round() / 4
     elif kind == "heavy costs":
-        cost = (3 * torch.randn(4, 1000, generator=g)).exp()
+        cost = (3 * torch.randn(rows, n, generator=g)).exp()
     elif kind == "free entries":
         cost[:, ::3] = 0
     elif kind == "left out":
         x[:, ::3] = -INF
-    budget = torch.tensor([0.003, 0.1, 0.5, 0.9]) * torch.where(x == -INF, 0, cost).sum(-1)
-    y = khot.soft_budget(x, cost, budget, tau=tau, cdf=cdf).double()
-    wide = [v.double() for v in (x, cost, budget)]
-    expected = khot.soft_budget(*wide, tau=tau, cdf=cdf)
-    torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)
+    elif kind == "spent in full":
+        cost = (5 * cost).ceil()
+    share = torch.tensor([0.02, 0.1, 0.5, 0.9]).repeat(rows // 4)
+    budget = share * torch.where(x == -INF, 0, cost).sum(-1)
+    if kind == "spent in full":  # so that every third threshold or so lies in a gap
+        budget = budget.round()
+    given, wide = (
+        [v.to(dtype).requires_grad_() for v in (x, cost, budget)] for dtype in (torch.float32, torch.float64)
+    )
+    y, expected = (khot.soft_budget(*each, tau=tau, cdf=cdf) for each in (given, wide))
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-6)
     spent = (torch.where(x == -INF, 0, wide[1]) * y).sum(-1)
     assert bool(((spent - wide[2]).abs() <= 1e-6 * wide[2]).all())
+    if isinstance(cdf, str) and tau > 1e-5:
+        # who gets more, were there more to spend: in a gap, tails that are nothing beside 1 decide
+        weights = torch.rand(rows, n, generator=g)
+        shares = [
+            torch.autograd.grad((v * weights).sum(), b)[0] for v, (*_, b) in ((y, given), (expected, wide))
+        ]
+        torch.testing.assert_close(shares[0].double(), shares[1], rtol=1e-3, atol=1e-6)
 
 
 # -------------------------------------------------------------------------------------------- top-p

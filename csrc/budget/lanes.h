@@ -6,75 +6,13 @@
 #include <cmath>
 
 #include "budget/ordinary.h"
-#include "search/lanes.h"
+#include "budget/sharp_lanes.h"
 
 namespace khot::KHOT_ISA {
 
-// The part that knows no CDF.
-template <bool kByValue>
-class BudgetTile : public LaneTile<Cost<kByValue>> {
-  using Tile = LaneTile<Cost<kByValue>>;
-
- public:
-  using Tile::width, Tile::good;
-
- protected:
-  using Tile::n_, Tile::goal_, Tile::goal_low_, Tile::tau_, Tile::scale_, Tile::x_, Tile::a_, Tile::rows_;
-
-  explicit BudgetTile(const BudgetSpec& spec) : Tile(spec.n) {}
-
-  // Costs are taken in units that make their mean about 1, a power of 2 for each row: a = w s. An entry that
-  // may not be selected costs nothing, and its score is so low that y is 0, but finite.
-  KHOT_APART void read(const BudgetRows& rows, int64_t first) {
-    gather([&](int j) { return rows.x(first + j); }, n_, rows_, x_);
-    gather([&](int j) { return rows.cost(first + j); }, n_, rows_, a_);
-    this->from_ = static_cast<const float*>(rows.x(first).data);
-    this->to_ = static_cast<const float*>(rows.out(first));
-    ExactBlockSum total;
-    IntF bad{};
-    most_ = VecF{};
-    origin_ = splat(kAbsent);
-    for (int i = 0; i < n_; ++i) {
-      VecF x = *column(x_, i), w = *column(a_, i);
-      bad |= ~(x < kInf<float>) | ~((w >= 0) & (w < kInf<float>));
-      const IntF absent = x == -kInf<float>;
-      *column(x_, i) = x = absent ? splat(kAbsent) : x;
-      *column(a_, i) = w = absent ? VecF{} : w;
-      origin_ = origin_ == kAbsent ? x : origin_;
-      total.add(w, i);
-      most_ = w > most_ ? w : most_;
-    }
-    total.flush();
-    const float count = static_cast<float>(n_);
-    good = ~bad & (total.whole > 1e-30f * count) & (total.whole < 1e30f * count);
-    for (int j = 0; j < width; ++j) {
-      const double sum = static_cast<double>(total.whole[j]) + total.lost[j];
-      const int power = good[j] ? -std::ilogb(sum / n_) : 0;
-      unit_[j] = std::ldexp(1.0f, power);
-      const double budget = given_[j] = rows.k(first + j) * unit_[j], all = sum * unit_[j];
-      goal_[j] = static_cast<float>(budget), goal_low_[j] = static_cast<float>(budget - goal_[j]);
-      total_[j] = static_cast<float>(all);
-      odds_[j] = static_cast<float>(budget / (all - budget));
-      tau_[j] = static_cast<float>(rows.tau(first + j));
-    }
-    good &= (odds_ > 1e-6f) & (odds_ < 1e6f) & (tau_ > 1e-25f) & (tau_ < 1e25f);
-    odds_ = good ? odds_ : splat(1.0f);
-    scale_ = 1 / tau_;
-    most_ = u<Cost<kByValue>>(most_ * unit_);
-    for (int i = 0; i < n_; ++i) *column(a_, i) *= unit_;
-  }
-
-  static constexpr float kAbsent = -1e30f;
-
-  VecF total_{}, odds_{}, unit_{},
-      most_{};           // the sum of a, y/(1 - y) for a y that all share, s, and the largest u
-  VecF origin_{};        // a score of the row
-  double given_[width];  // the budget
-};
-
 template <class C, bool kByValue>
-class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
-  using Passes = LanePasses<C, BudgetTile<kByValue>>;
+class LaneBudget : public SharpBudgets<C, kByValue> {
+  using Passes = SharpBudgets<C, kByValue>;
   using Passes::most_, Passes::given_, Passes::origin_;
   using Passes::n_, Passes::goal_, Passes::goal_low_, Passes::tau_, Passes::scale_, Passes::hi_, Passes::lo_;
   using Passes::x_, Passes::y_, Passes::rows_, Passes::F_, Passes::total_, Passes::odds_, Passes::unit_;
@@ -111,6 +49,13 @@ class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
     const VecF scale = n / total_, k = (goal_ + goal_low_) * scale, left = n - k;
     const VecF few = k < left ? k : left, miss = s.miss * scale;
     good &= few > 0;
+    if constexpr (Passes::kSumsTails) {
+      if (Passes::sums_tails_) {
+        const VecF h = Passes::sharp_step(s, {VecF{}, VecF{}, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5});
+        good &= abs<float>(h) < 50;
+        return good ? h : VecF{};
+      }
+    }
     const CountSums<VecF> sums{k + miss,     left - miss,  miss,         s.S1 * scale,
                                s.S2 * scale, s.S3 * scale, s.S4 * scale, s.S5 * scale};
     VecF h;
@@ -135,7 +80,9 @@ class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
   }
 
   IntF goes_on(VecF h) {
-    if constexpr (C::full_support) return abs<float>(h) * most_ > static_cast<float>(C::last_step);
+    if constexpr (C::full_support) {
+      return (abs<float>(h) * most_ > static_cast<float>(C::last_step)) & ~Passes::settled_;
+    }
     near_ = abs<float>(h) <= kNear;
     return ~settled_;
   }
@@ -187,6 +134,13 @@ class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
     good &= abs<float>(t) < 1e30f;
     hi_ = good ? origin + t * tau_ : VecF{};
     lo_ = VecF{};
+    Passes::forget();
+    if constexpr (Passes::kSumsTails) {
+      const VecF k = goal_ * (static_cast<float>(n_) / total_), left = static_cast<float>(n_) - k;
+      const VecF few = k < left ? k : left, total = noise + variance;
+      const IntF sharp = good & ((total > Passes::kSharp * Passes::kSharp) | (few * few < 0.02f * total));
+      if (any(sharp)) Passes::start_between(sharp);
+    }
   }
 
   static VecF quantile(VecF own, VecF normal, float noise, VecF total) {
@@ -200,7 +154,8 @@ class LaneBudget : public LanePasses<C, BudgetTile<kByValue>> {
   IntF reaches(VecF miss, VecF S1, IntF much) const {
     const VecF steep = static_cast<float>(F_.pdf(F_.median)) * most_;
     const VecF by_mass = 4e-7f * S1 / steep, most = 4e-7f * goal_;
-    const VecF least = (much ? splat(5e-8f) : splat(1e-12f)) * goal_;
+    // where tails are summed, the last pass has told more than this sum can
+    const VecF least = (Passes::sums_tails_ ? splat(4e-7f) : much ? splat(5e-8f) : splat(1e-12f)) * goal_;
     const VecF allowed = by_mass > least ? by_mass : least;
     return abs<float>(miss) <= (allowed < most ? allowed : most);
   }

@@ -59,9 +59,9 @@ class LanePasses : public Tile {
 
   struct Sums {
     VecF miss, S1{}, S2{}, S3{}, S4{}, S5{};  // by how much the sum of a y misses, and sums as in RowSums
-    // With sums_tails_: the number of entries above the median, the sums of 1 - F over these and of F over
-    // the others, and that of f over those above.
-    VecF m{}, above{}, below{}, f_above{};
+    // With sums_tails_: by how much the sum of a over the entries above the median misses, the sums of
+    // a (1 - F) over these and of a F over the others, and that of a f over those above.
+    VecF extra{}, above{}, below{}, f_above{};
   };
 
   template <class Spec>
@@ -74,7 +74,7 @@ class LanePasses : public Tile {
   // The sums at hi + lo. It stores the odds or, under compact support, y.
   Sums evaluate() {
     const VecF hi = hi_;
-    if constexpr (C::full_support && !Terms::weighted) {
+    if constexpr (kSumsTails) {
       if (sums_tails_) return evaluate_tails();
     }
     if constexpr (C::value_from_odds) {
@@ -114,7 +114,7 @@ class LanePasses : public Tile {
   // The sums at t, from the odds that were stored at t - h tau.
   Sums shift(VecF h) {
     const VecF factor = exp<float>(h);
-    if constexpr (kStores && !Terms::weighted) {
+    if constexpr (kStores) {
       if (sums_tails_) return sum_tails([=](int i) { return tail_of_odds(*column(y_, i) * factor); });
     }
     return sum_values([=](int i, VecF) { return C::from_odds(*column(y_, i) * factor); });
@@ -130,8 +130,9 @@ class LanePasses : public Tile {
   // Under compact support a few costs may be undecided, or none, beside many that are paid in full.
   using BlockSums = std::conditional_t<C::full_support || !Terms::weighted, ExactBlockSum, PairSum<float>>;
 
-  // Whether passes over counts sum the tails on both sides apart. Then small sums keep their digits: those of
-  // y lose them where f is small beside them.
+  // Whether passes sum the tails on both sides apart. Then small sums keep their digits: those of a y lose
+  // them where a f is small beside them.
+  static constexpr bool kSumsTails = C::full_support && !Terms::by_value;
   bool sums_tails_ = false;
 
   struct Tail {
@@ -175,25 +176,33 @@ class LanePasses : public Tile {
   template <class At>
   KHOT_INLINE Sums sum_tails(At at) {
     IntF m{};
+    PairSum<float> costs;  // of the entries above the median
     Sums s{VecF{}};
     BlockSums rest;
     auto sums = derivative_sums<C, Terms>(F_);
     for (int i = 0; i < n_; ++i) {
       const Tail t = at(i);
-      m -= t.above;
-      s.above += t.above ? t.v.tail : VecF{};
-      s.below += t.above ? VecF{} : t.v.tail;
-      s.f_above += t.above ? t.v.density : VecF{};
-      rest.add(t.above ? -t.v.tail : t.v.tail, i);
-      if constexpr (std::is_same_v<C, Logistic>) {
-        sums.add(t.v.density, t.z, splat(1.0f));
+      const VecF a = this->a(i), tail = a * t.v.tail;
+      if constexpr (Terms::weighted) {
+        costs.add(t.above ? a : VecF{});
       } else {
-        sums.add(t.z, t.above, t.v, splat(1.0f));
+        m -= t.above;
+      }
+      s.above += t.above ? tail : VecF{};
+      s.below += t.above ? VecF{} : tail;
+      s.f_above += t.above ? a * t.v.density : VecF{};
+      rest.add(t.above ? -tail : tail, i);
+      if constexpr (std::is_same_v<C, Logistic>) {
+        sums.add(t.v.density, t.z, a);
+      } else {
+        sums.add(t.z, t.above, t.v, a);
       }
     }
     sums.put(s, [](VecF v) { return v; });
-    s.m = __builtin_convertvector(m, VecF);
-    s.miss = missing(s.m - static_cast<float>(n_) * one_, rest);
+    const VecF counted = __builtin_convertvector(m, VecF) - static_cast<float>(n_) * one_;
+    const VecF whole = Terms::weighted ? costs.whole : counted;
+    s.extra = (whole - goal_) + (costs.lost - goal_low_);
+    s.miss = missing(whole, rest) + costs.lost;
     return s;
   }
 

@@ -11,8 +11,8 @@
 namespace khot::KHOT_ISA {
 
 template <class C>
-class LaneSolver : public SharpLanes<C> {
-  using Passes = SharpLanes<C>;
+class LaneSolver : public SharpCounts<C> {
+  using Passes = SharpCounts<C>;
   using Passes::is_found_, Passes::k_all_, Passes::settled_, Passes::sums_tails_;
   using Passes::n_, Passes::from_, Passes::to_, Passes::goal_, Passes::goal_low_, Passes::one_, Passes::tau_;
   using Passes::scale_, Passes::hi_, Passes::lo_, Passes::x_, Passes::y_, Passes::rows_, Passes::F_;

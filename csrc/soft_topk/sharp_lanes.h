@@ -2,19 +2,15 @@
 //
 // The threshold lies near the entries of rank r = ceil(k) and r + 1. Those beside them are sorted out
 // (selection/rank_lanes.h), and often they are all that is undecided: then the search goes on among them
-// alone, and y is written once. Otherwise it starts at what they tell, and takes passes over the rows.
-//
-// With P the sum of F over the entries that are to be left out, and Q that of 1 - F over those that are to be
-// chosen, the count misses k by P - Q. Far from all entries, both fall and rise like exponentials of t; so
-// the steps are those of Newton's method for log P/Q, and t is right relatively beside tails, however small
-// they are: on it depends which entries have a share of the gradients.
+// alone, and y is written once. Otherwise it starts at what they tell, and takes passes over the rows
+// (search/sharp_lanes.h).
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
 
-#include "search/lanes.h"
+#include "search/sharp_lanes.h"
 #include "selection/rank_lanes.h"
 #include "soft_topk/ordinary.h"
 
@@ -25,8 +21,8 @@ struct CountTile : LaneTile<Unit> {
 };
 
 template <class C>
-class SharpLanes : public LanePasses<C, CountTile> {
-  using Passes = LanePasses<C, CountTile>;
+class SharpCounts : public SharpLanes<C, CountTile> {
+  using Passes = SharpLanes<C, CountTile>;
 
  public:
   using Passes::good, Passes::width;
@@ -34,15 +30,16 @@ class SharpLanes : public LanePasses<C, CountTile> {
 
  protected:
   using Passes::F_, Passes::goal_, Passes::goal_low_, Passes::hi_, Passes::lo_, Passes::n_, Passes::one_;
-  using Passes::rows_, Passes::scale_, Passes::sums_tails_, Passes::tau_, Passes::to_, Passes::x_, Passes::y_;
+  using Passes::kDeep, Passes::kNothing, Passes::last_, Passes::missed_after, Passes::z_of;
+  using Passes::rows_, Passes::scale_, Passes::sums_tails_, Passes::to_, Passes::x_, Passes::y_;
   using typename Passes::Tail;
 
-  // From here on a row is sharp: standard deviations of its scores, in tau.
-  static constexpr float kSharp = C::full_support ? 13 : 2.5f;
+  using Passes::Passes;
 
-  SharpLanes(const Spec& spec, const C& F) : Passes(spec, F) {}
-
-  void forget() { sums_tails_ = is_found_ = is_hard_ = false, settled_ = IntF{}; }
+  void forget() {
+    Passes::forget();
+    is_found_ = is_hard_ = false;
+  }
 
   int first_good() const {
     int j = 0;
@@ -72,8 +69,7 @@ class SharpLanes : public LanePasses<C, CountTile> {
       beside.left[j] = static_cast<float>(left);
       if (sharp[j] && left > 0) z[j] = static_cast<float>(F_.icdf(1 - left));
     }
-    place(sharp, beside, z);
-    last_ = beside.up[0], next_ = beside.down[0];
+    Passes::place(sharp, beside.up[0], beside.down[0], beside.left == 0, z);
     if constexpr (C::full_support) {
       sums_tails_ = true;
       search_beside(sharp, beside);
@@ -83,37 +79,11 @@ class SharpLanes : public LanePasses<C, CountTile> {
   // y of rows that are found, and by how much its sum misses.
   VecF write_found() { return is_hard_ ? write_hard() : Passes::write(); }
 
-  // The step in t/tau of rows whose passes sum the tails on both sides.
-  KHOT_APART VecF sharp_step(const Sums& s, const CountSums<VecF>& sums) {
-    const VecF extra = (s.m - static_cast<float>(n_) * one_ - goal_) - goal_low_;  // entries above, less k
-    const VecF P = clamp_below<float>(s.below + clamp_below<float>(extra, 0), 1e-37f);
-    const VecF Q = clamp_below<float>(s.above + clamp_below<float>(-extra, 0), 1e-37f);
-    const IntF still = (s.miss == 0) | ((P < kNothing) & (Q < kNothing));
-    const VecF safe_P = still ? splat(1.0f) : P, safe_Q = still ? splat(1.0f) : Q;
-    const VecF slope = s.f_above / safe_Q + clamp_below<float>(s.S1 - s.f_above, 0) / safe_P;
-    const VecF far = log<float>(safe_P / safe_Q) / clamp_below<float>(slope, 1e-3f);
-    const VecF near = s.miss / clamp_below<float>(s.S1, 1e-30f);
-    const IntF is_near = abs<float>(near) < 0.5f;
-    VecF h = is_near ? refined(is_near ? near : VecF{}, sums) : far;
-    const VecF size = abs<float>(far);
-    IntF settled = (extra == 0) & (missed_after(P, Q, size, ~IntF{}) < 2e-7f);
-    if constexpr (!C::value_from_odds) settled &= size < 1e-4f;
-    if constexpr (std::is_same_v<C, Laplace>) {  // whose logarithm is straight between entries
-      const VecF to_last = (hi_ - last_) + (lo_ + far * tau_), to_next = (hi_ - next_) + (lo_ + far * tau_);
-      settled |= (extra == 0) & (to_last < 0) & (to_next > 0);
-    }
-    h = still ? VecF{} : settled ? far : h;
-    settled_ = settled | still;
-    return h;
-  }
-
   double k_all_[width];
   bool is_found_ = false;  // whether t of all rows is
-  IntF settled_{};         // rows that need no further pass
 
  private:
   static constexpr int kWindow = 8;
-  static constexpr float kNothing = 1e-35f;  // below, tails are not told from each other
 
   // Entries in descending order: those from rank r up, and those from rank r + 1 down; and r - k.
   struct Beside {
@@ -121,26 +91,6 @@ class SharpLanes : public LanePasses<C, CountTile> {
   };
 
   int rank(double k) const { return std::min(n_, static_cast<int>(std::ceil(k))); }
-
-  KHOT_INLINE VecF z_of(VecF x) const { return (x - hi_) * scale_ - lo_ * scale_; }
-
-  // What is left of the miss after a step of this size. Beside the share that a broken k leaves, tails are no
-  // exponentials.
-  static KHOT_INLINE VecF missed_after(VecF P, VecF Q, VecF size, IntF whole) {
-    const VecF larger = P > Q ? P : Q;
-    return (C::value_from_odds ? (whole ? larger : splat(1.0f)) * larger : larger) * size * size;
-  }
-
-  // t in the middle of the gap where k is whole, and otherwise where the last entry has this z. The middle is
-  // exact, because far from both entries its last digits decide which of them counts.
-  void place(IntF sharp, const Beside& beside, VecF z) {
-    const VecF last = beside.up[0], next = beside.down[0] > -kInf<float> ? beside.down[0] : last;
-    const IntF whole = beside.left == 0;
-    const VecF gap = next - last, back = gap + last, lost = (next - back) - (last - (back - gap));
-    const VecF move = (whole ? 0.5f * gap : VecF{}) - z * tau_, hi = last + move, part = hi - last;
-    const VecF lo = ((last - (hi - part)) + (move - part)) + (whole ? 0.5f * lost : VecF{});
-    hi_ = sharp ? hi : hi_, lo_ = sharp ? lo : lo_;
-  }
 
   // The search among the entries beside the threshold. They are all that counts where the farthest of them
   // lie so far away that the others together have less than float's digits, also beside the tails of the
@@ -172,9 +122,6 @@ class SharpLanes : public LanePasses<C, CountTile> {
         ((beside.up[1] - beside.up[0]) * scale_ < 17) | ((beside.down[0] - beside.down[1]) * scale_ < 17);
     if (any(good & hard & crowded)) weigh_ends(hard, beside);
   }
-
-  // Beyond, F and 1 - F are nothing in float.
-  static constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;
 
   // Steps among so many entries on each side; which rows are settled then.
   IntF step_beside(IntF sharp, const Beside& beside, IntF settled, int size, bool to_the_end) {
@@ -247,7 +194,6 @@ class SharpLanes : public LanePasses<C, CountTile> {
   }
 
   bool is_hard_ = false;  // whether all y are 0 or 1
-  VecF last_{}, next_{};  // the entries of rank r and r + 1
 };
 
 }  // namespace khot::KHOT_ISA

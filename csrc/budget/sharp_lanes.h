@@ -1,0 +1,127 @@
+// Short rows under a budget by score whose scores spread far beyond tau, one row per lane: where the search
+// starts. Sums of costs at a few levels lead to the entry with which the budget is spent.
+#pragma once
+
+#include "budget/tile.h"
+#include "search/sharp_lanes.h"
+
+namespace khot::KHOT_ISA {
+
+template <class C, bool kByValue>
+class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
+  using Passes = SharpLanes<C, BudgetTile<kByValue>>;
+
+ public:
+  using Passes::good;
+
+ protected:
+  using Passes::F_, Passes::goal_, Passes::goal_low_, Passes::hi_, Passes::n_, Passes::scale_, Passes::x_;
+  using Passes::sums_tails_;
+
+  using Passes::Passes;
+
+  // Starts these rows where the entry with which the budget is spent has the share that is left for it; where
+  // that is all of it, in the gap below. Rows in which it is not found are given back.
+  KHOT_APART void start_between(IntF sharp) {
+    Bracket at = ends();
+    for (int pass = 0; pass < kPasses && any(good & (at.low < at.high)); ++pass) narrow(at, pass);
+    good &= at.low == at.high;
+    const IntF whole = at.over_low == 0;
+    const VecF share = -at.over_high / (at.over_low - at.over_high),
+               rest = clamp_below<float>(1 - share, 1e-7f);
+    const VecF odds = clamp_below<float>(share, 1e-30f) / rest;
+    const VecF z = whole ? splat(static_cast<float>(F_.median)) : F_.rough_icdf(odds, log<float>(odds));
+    const VecF next = any(whole) ? below(at.low) : splat(-kInf<float>);
+    good &= ~whole | (next > -kInf<float>);
+    Passes::place(sharp, at.low, next, whole, z);
+    sums_tails_ = true;
+    const IntF deep = whole & sharp & ((at.low - next) * scale_ > 2 * kFar);
+    if (any(good & deep)) weigh_ends(deep, at.low, next);
+  }
+
+ private:
+  static constexpr int kPasses = 24;
+  // From so many tau on, sums of tails are mostly what float adds for entries that are farther still.
+  static constexpr float kFar = C::value_from_odds ? 70.0f : 11.5f;
+
+  // Two entries: those from `low` on cost as much as the budget or more, those above `high` less, and so much
+  // more.
+  struct Bracket {
+    VecF low, high, over_low, over_high;
+  };
+
+  // The least and the largest entry that cost something.
+  Bracket ends() {
+    ExactBlockSum total;
+    VecF least = splat(kInf<float>), most = -least;
+    for (int i = 0; i < n_; ++i) {
+      const VecF x = *column(x_, i), a = this->a(i);
+      const IntF costs = a > 0;
+      total.add(a, i);
+      least = costs & (x < least) ? x : least;
+      most = costs & (x > most) ? x : most;
+    }
+    return {least, most, over(total), -goal_};
+  }
+
+  // Spends the budget from a level on that lies above `low`: at the guess first, then where a straight line
+  // would spend it, or in the middle. One of the entries beside the level is an end of the bracket then.
+  KHOT_INLINE void narrow(Bracket& at, int pass) {
+    const VecF line = at.over_low / (at.over_low - at.over_high);
+    const VecF to = pass == 0 ? hi_ : at.low + (at.high - at.low) * (pass % 3 == 2 ? splat(0.5f) : line);
+    const VecF least = at.low + (abs<float>(at.low) * 1.3e-7f + 1e-37f), above = to > least ? to : least;
+    const VecF level = above < at.high ? above : at.high;
+    ExactBlockSum spent;
+    VecF up = at.high, down = at.low;
+    for (int i = 0; i < n_; ++i) {
+      const VecF x = *column(x_, i), a = this->a(i);
+      const IntF costs = a > 0, in = x >= level;
+      spent.add(in ? a : VecF{}, i);
+      up = costs & in & (x < up) ? x : up;
+      down = costs & ~in & (x > down) ? x : down;
+    }
+    const VecF over = this->over(spent);
+    const IntF enough = over >= 0;
+    at.over_high = enough ? at.over_high : over;
+    at.high = enough ? at.high : down;
+    at.over_low = enough ? over : at.over_low;
+    at.low = enough ? up : at.low;
+  }
+
+  VecF over(const ExactBlockSum& spent) const { return (spent.whole - goal_) + (spent.rest() - goal_low_); }
+
+  // The entry below this one.
+  VecF below(VecF entry) {
+    VecF next = splat(-kInf<float>);
+    for (int i = 0; i < n_; ++i) {
+      const VecF x = *column(x_, i);
+      next = (this->a(i) > 0) & (x < entry) & (x > next) ? x : next;
+    }
+    return next;
+  }
+
+  // Moves t in a gap that is so wide to where the tails at both ends weigh the same.
+  // Rows in which more than the entries at the ends weigh are given back under a normal tail, which bends.
+  KHOT_APART void weigh_ends(IntF deep, VecF last, VecF next) {
+    VecF A{}, B{}, at_last{}, at_next{};
+    const VecF half = 0.5f * (last - next) * scale_;
+    for (int i = 0; i < n_; ++i) {
+      const VecF x = *column(x_, i), a = this->a(i);
+      const IntF in = x >= last;
+      const VecF away = (in ? x - last : next - x) * scale_;
+      const VecF far = C::value_from_odds ? away : (half + 0.5f * away) * away;
+      const VecF weight = a * exp2_held(far * static_cast<float>(-kLog2E));
+      A += in ? weight : VecF{}, B += in ? VecF{} : weight;
+      at_last += x == last ? a : VecF{}, at_next += x == next ? a : VecF{};
+    }
+    if constexpr (!C::value_from_odds) {
+      // it is so steep there that t may need more digits than a pair of floats has
+      const IntF told = half * scale_ * (abs<float>(last) + abs<float>(next)) < 0x1p34f;
+      good &= ~deep | (told & (A < 1.0001f * at_last) & (B < 1.0001f * at_next));
+    }
+    const VecF rate = C::value_from_odds ? splat(2.0f) : 2 * (half + 1 / half);
+    Passes::move(good & deep ? log<float>(B / A) / rate : VecF{});
+  }
+};
+
+}  // namespace khot::KHOT_ISA

@@ -1,0 +1,84 @@
+// Short rows whose scores spread far beyond tau, one row per lane: the steps, for counts and for costs.
+//
+// With P the sum of a F over the entries that are to be left out, and Q that of a (1 - F) over those that are
+// to be chosen, what is chosen misses its goal by P - Q. Far from all entries, both fall and rise like
+// exponentials of t; so the steps are those of Newton's method for log P/Q, and t is right relatively beside
+// tails, however small they are: on it depends which entries have a share of the gradients.
+#pragma once
+
+#include <type_traits>
+
+#include "search/lanes.h"
+#include "search/step.h"
+
+namespace khot::KHOT_ISA {
+
+template <class C, class Tile>
+class SharpLanes : public LanePasses<C, Tile> {
+  using Passes = LanePasses<C, Tile>;
+
+ public:
+  using typename Passes::Sums;
+
+ protected:
+  using Passes::hi_, Passes::lo_, Passes::scale_, Passes::sums_tails_, Passes::tau_;
+
+  // From here on a row is sharp: standard deviations of its scores, in tau.
+  static constexpr float kSharp = C::full_support ? 13 : 2.5f;
+  static constexpr float kNothing = 1e-35f;  // below, tails are not told from each other
+  // Beyond, F and 1 - F are nothing in float.
+  static constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;
+
+  using Passes::Passes;
+
+  void forget() { sums_tails_ = false, settled_ = IntF{}; }
+
+  KHOT_INLINE VecF z_of(VecF x) const { return (x - hi_) * scale_ - lo_ * scale_; }
+
+  // What is left of the miss after a step of this size. Beside the share that a broken k leaves, tails are no
+  // exponentials.
+  static KHOT_INLINE VecF missed_after(VecF P, VecF Q, VecF size, IntF whole) {
+    const VecF larger = P > Q ? P : Q;
+    return (C::value_from_odds ? (whole ? larger : splat(1.0f)) * larger : larger) * size * size;
+  }
+
+  // t of these rows in the middle of the gap between their last entry that is chosen and the next, where that
+  // is chosen whole, and otherwise where the last entry has this z. The middle is exact, because far from
+  // both entries its last digits decide which of them counts.
+  void place(IntF sharp, VecF last, VecF next, IntF whole, VecF z) {
+    last_ = last, next_ = next;
+    const VecF end = next > -kInf<float> ? next : last, gap = end - last, back = gap + last;
+    const VecF lost = (end - back) - (last - (back - gap));
+    const VecF move = (whole ? 0.5f * gap : VecF{}) - z * tau_, hi = last + move, part = hi - last;
+    const VecF lo = ((last - (hi - part)) + (move - part)) + (whole ? 0.5f * lost : VecF{});
+    hi_ = sharp ? hi : hi_, lo_ = sharp ? lo : lo_;
+  }
+
+  // The step in t/tau of rows whose passes sum the tails on both sides.
+  KHOT_APART VecF sharp_step(const Sums& s, const CountSums<VecF>& sums) {
+    const VecF P = clamp_below<float>(s.below + clamp_below<float>(s.extra, 0), 1e-37f);
+    const VecF Q = clamp_below<float>(s.above + clamp_below<float>(-s.extra, 0), 1e-37f);
+    const IntF still = (s.miss == 0) | ((P < kNothing) & (Q < kNothing));
+    const VecF safe_P = still ? splat(1.0f) : P, safe_Q = still ? splat(1.0f) : Q;
+    const VecF slope = s.f_above / safe_Q + clamp_below<float>(s.S1 - s.f_above, 0) / safe_P;
+    const VecF far = log<float>(safe_P / safe_Q) / clamp_below<float>(slope, 1e-3f);
+    const VecF near = s.miss / clamp_below<float>(s.S1, 1e-30f);
+    const IntF is_near = abs<float>(near) < 0.5f;
+    VecF h = is_near ? refined(is_near ? near : VecF{}, sums) : far;
+    const VecF size = abs<float>(far);
+    IntF settled = (s.extra == 0) & (missed_after(P, Q, size, ~IntF{}) < 2e-7f);
+    if constexpr (!C::value_from_odds) settled &= size < 1e-4f;
+    if constexpr (std::is_same_v<C, Laplace>) {  // whose logarithm is straight between entries
+      const VecF to_last = (hi_ - last_) + (lo_ + far * tau_), to_next = (hi_ - next_) + (lo_ + far * tau_);
+      settled |= (s.extra == 0) & (to_last < 0) & (to_next > 0);
+    }
+    h = still ? VecF{} : settled ? far : h;
+    settled_ = settled | still;
+    return h;
+  }
+
+  IntF settled_{};        // rows that need no further pass
+  VecF last_{}, next_{};  // the last entry that is chosen, and the next
+};
+
+}  // namespace khot::KHOT_ISA
