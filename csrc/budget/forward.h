@@ -50,7 +50,8 @@ void budget_row(const BudgetSpec& spec, const C& F, const BlockCdf& careful, con
     if (ordinary.solve(budget, spec.at_most, goal, t, out)) return;
   }
   if constexpr (!kByValue) {
-    if (float_carries(spec, F, x.dtype, tau) && solve_near(spec, F, careful, x, cost, budget, tau, out, t))
+    if (float_carries(spec, F, x.dtype, tau) &&
+        solve_near(spec, F, careful, x, cost, budget, tau, out, goal, t))
       return;
   }
   t = CarefulBudget(spec, careful, x, cost, tau).solve(budget);

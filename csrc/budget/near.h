@@ -80,6 +80,7 @@ class EntriesNearBudget {
   Row x() const { return {xs_, Dtype::kFloat, 1}; }
   Row cost() const { return {costs_, Dtype::kFloat, 1}; }
   int size() const { return size_; }
+  float* out() { return ys_; }  // room for their y
 
  private:
   static constexpr int kFew = 4, kMost = 4096;
@@ -122,23 +123,34 @@ class EntriesNearBudget {
   int n_, size_ = 0;
   float low_ = 0, high_ = 0;
   double all_ = 0, at_low_ = 0, at_high_ = 0, least_ = 0, most_ = 0, above_ = 0;
-  alignas(KHOT_VECTOR_BYTES) float xs_[kMost + kWidth<float>], costs_[kMost + kWidth<float>];
+  alignas(KHOT_VECTOR_BYTES) float xs_[kMost + kWidth<float>], costs_[kMost + kWidth<float>],
+      ys_[kMost + kWidth<float>];
 };
 
 // Returns whether there is a threshold t; then out holds y.
 template <class C>
 KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& careful, const Row& x,
-                           const Row& cost, double budget, double tau, void* out, Threshold& t) {
+                           const Row& cost, double budget, double tau, void* out, Goal& goal, Threshold& t) {
   auto plain = [](const Row& row) { return row.dtype == Dtype::kFloat && row.step == 1; };
   if (spec.at_most || !plain(x) || !plain(cost) || spec.n < 16 || spec.n > 1 << 20) return false;
   EntriesNearBudget near(static_cast<const float*>(x.data), static_cast<const float*>(cost.data),
                          static_cast<int>(spec.n));
   if (!near.bracket(budget, tau) || !near.keep(budget, tau, [](double a) { return C::tail_reach(a); }))
     return false;
-  BudgetSpec part = spec;
-  part.n = near.size(), part.inside = nullptr;
-  t = CarefulBudget(part, careful, near.x(), near.cost(), tau)
-          .solve(near.left(budget), near.middle() - tau * F.median);
+  // Of these alone, more of the costs are undecided.
+  const int size = near.size();
+  const double left = near.left(budget);
+  bool found;
+  {
+    const FlushSubnormals flush;
+    found = OrdinaryBudget<C, false>(near.x(), near.cost(), size, tau, F, nullptr)
+                .solve(left, false, goal, t, near.out());
+  }
+  if (!found) {
+    BudgetSpec part = spec;
+    part.n = size, part.inside = nullptr;
+    t = CarefulBudget(part, careful, near.x(), near.cost(), tau).solve(left, near.middle() - tau * F.median);
+  }
   if (!near.holds(t.hi)) return false;
   const FlushSubnormals flush;
   return OrdinaryBudget<C, false>(x, cost, spec.n, tau, F, spec.inside).put(t, budget, out);

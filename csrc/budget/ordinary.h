@@ -144,7 +144,7 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
 
  private:
   // Where the sum of a y is so many times the sum of a f, most entries are decided.
-  static constexpr double kDecided = C::full_support ? 16 : 6;
+  static constexpr double kDecided = C::full_support ? 48 : 6;
 
   double missing(double spent) const { return spent - budget_ * terms_.unit; }
   void take_unit(double unit) { terms_.unit = static_cast<float>(unit); }
