@@ -125,7 +125,7 @@ struct Logistic : FullSupport<Logistic> {
   static constexpr double variance = 3.28986813369645287294;  // pi^2/3
   static constexpr bool log_fits_float = true, value_from_odds = true, density_from_value = true;
   static constexpr bool rise_is_product = true;
-  static constexpr double decided_ratio = 16;
+  static constexpr double decided_ratio = 48;
   // The error after a step h of the fifth-degree polynomial is h^6/720 times a mean of the sixth derivative.
   static constexpr double last_step = 0.25;
   static constexpr double tail_reach(double a) { return a; }
@@ -213,7 +213,7 @@ struct Laplace : FullSupport<Laplace> {
   static constexpr double variance = 2;
   static constexpr bool log_fits_float = true, value_from_odds = true, density_from_value = true;
   static constexpr bool rise_is_product = true;
-  static constexpr double decided_ratio = 6;
+  static constexpr double decided_ratio = 48;
   // f has a kink, so that the error after a step h is of the size of h^2/2.
   static constexpr double last_step = 3e-4;
   static constexpr double tail_reach(double a) { return a; }

@@ -81,8 +81,12 @@ class OrdinarySolver : public RowPasses<C, Unit> {
   }
 
  private:
-  // Rows whose scores have a larger standard deviation, in tau, are left to WideSolver.
-  static constexpr double kWide = 16;
+  // Rows whose scores have a larger standard deviation, in tau, are left to WideSolver. Passes over odds are
+  // cheap, but where few entries are chosen, or few left, moments say little of where these lie.
+  double widest() const {
+    if (!C::value_from_odds) return 16;
+    return few_ * 100 >= static_cast<double>(n_) ? 48 : 24;
+  }
 
   // NaN where the row is not for this solver.
   double first_guess(double k, Goal& goal) {
@@ -139,7 +143,8 @@ class OrdinarySolver : public RowPasses<C, Unit> {
       mean = stats.mean, variance = stats.variance;
     }
     few_ = std::min(k, count - k);
-    wide_ = !(variance <= kWide * kWide * tau_ * tau_);
+    const double most = widest() * tau_;
+    wide_ = !(variance <= most * most);
     goal.set(k, count, F_);
     return goal.guess(mean, variance, tau_, F_);
   }
