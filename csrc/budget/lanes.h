@@ -138,7 +138,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     if constexpr (Passes::kSumsTails) {
       const VecF k = goal_ * (static_cast<float>(n_) / total_), left = static_cast<float>(n_) - k;
       const VecF few = k < left ? k : left, total = noise + variance;
-      const IntF sharp = good & ((total > Passes::kSharp * Passes::kSharp) | (few * few < 0.02f * total));
+      const IntF sharp = Passes::sharp(good, few, total);
       if (any(sharp)) Passes::start_between(sharp);
     }
   }

@@ -23,8 +23,13 @@ class SharpLanes : public LanePasses<C, Tile> {
  protected:
   using Passes::hi_, Passes::lo_, Passes::scale_, Passes::sums_tails_, Passes::tau_;
 
-  // From here on a row is sharp: standard deviations of its scores, in tau.
-  static constexpr float kSharp = C::full_support ? 13 : 2.5f;
+  // From here on a row is sharp: standard deviations of its scores, in tau. Its passes cost the rows beside
+  // it more, so that they start like it from half of that on.
+  static constexpr float kSharp = C::value_from_odds ? 13 : C::full_support ? 9 : 2.5f;
+  static IntF sharp(IntF good, VecF few, VecF total) {
+    const IntF found = good & ((total > kSharp * kSharp) | (few * few < 0.02f * total));
+    return any(found) ? found | (good & (total > 0.25f * kSharp * kSharp)) : found;
+  }
   static constexpr float kNothing = 1e-35f;  // below, tails are not told from each other
   // Beyond, F and 1 - F are nothing in float.
   static constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;

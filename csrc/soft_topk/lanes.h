@@ -162,7 +162,7 @@ class LaneSolver : public SharpCounts<C> {
     // The sum of f is about few/deviation. Where it is small beside k, one of y has not the digits that
     // matter.
     if constexpr (C::value_from_odds) sums_tails_ = any(good & (few_ * 12 < k_));
-    const IntF sharp = good & ((total > Passes::kSharp * Passes::kSharp) | (few_ * few_ < 0.02f * total));
+    const IntF sharp = Passes::sharp(good, few_, total);
     if (!any(sharp)) return;
     Passes::start_between(sharp);
     if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : few_ / deviation);
