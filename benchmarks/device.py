@@ -279,6 +279,7 @@ def others(case: Case, x: Tensor) -> dict[str, Function]:
     rising = torch.linspace(-1, 1, case.n, dtype=x.dtype, device=x.device).expand(x.shape)
     mask, probs, fenchel_young = khot.topk_mask(x.flip(-1), k), khot.soft_topk(x, k), FenchelYoungTopKLoss(k)
     relevance = (rising > 0.5).to(x)
+    offsets = torch.arange(case.rows + 1, device=x.device) * case.n
     # longer rows take seconds
     conditional_poisson = lambda x: khot.sampling.sample(probs, "conditional_poisson")  # noqa: E731
     return {
@@ -290,6 +291,7 @@ def others(case: Case, x: Tensor) -> dict[str, Function]:
             f"soft_topk, {cdf}": partial(khot.soft_topk, k=k, cdf=cdf)
             for cdf in ("laplace", "normal", "uniform", cdfs.Power(4 / 3))
         },
+        "soft_topk, packed": lambda x: khot.soft_topk(x.flatten(), k, offsets=offsets),
         "soft_topk_magnitude": lambda x: khot.soft_topk_magnitude(x, k),
         "soft_count": lambda x: khot.soft_count(x, 0.0),
         "inverse_soft_count": lambda x: khot.inverse_soft_count(x, k),

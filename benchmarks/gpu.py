@@ -52,6 +52,7 @@ class Modelled(NamedTuple):
 #: By table and line, what is newer than the measurement, of 4de9cc0.
 MODELLED: dict[tuple[str, str], Modelled] = {
     (TOPK, "topk_mask"): Modelled("instructions", 2.5),
+    (SHORT, "soft_topk, packed"): Modelled("the launches", 4.0, 8.0),
     (SHORT, "inverse_soft_count"): Modelled("the launch", 2.0),
     (SHORT, "kth_value"): Modelled("instructions", 2.1, 4.2),
     (SHORT, "quantile"): Modelled("instructions", 2.6, 4.6),

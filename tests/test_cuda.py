@@ -311,6 +311,28 @@ def test_rows_split_over_programs(cdf: str | cdfs.CDF, output: Callable[..., Ten
     assert error(dx / dwant.abs().max().item(), dwant / dwant.abs().max()) <= 1e-4
 
 
+@pytest.mark.parametrize("output", [khot.soft_topk, khot.log_soft_topk], ids=["y", "log"])
+@every_cdf
+def test_packed_rows(cdf: str | cdfs.CDF, output: Callable[..., Tensor]) -> None:
+    """Several in a program, or past one; of some rows none or all are selected. The host does not wait."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.cat([torch.randint(0, 200, (5_000,), generator=g), torch.tensor([40_001, 0, 3_000])])
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    x, k = torch.randn(int(offsets[-1]), generator=g), torch.minimum(torch.arange(5_003) % 9, lengths) / 1
+    grad = torch.randn(x.shape, generator=g)
+    results = []
+    for device, dtype in (("cuda", torch.float32), ("cuda", torch.float32), ("cpu", torch.float64)):
+        rows, count, ends = x.to(device, dtype).requires_grad_(), k.to(device), offsets.to(device)
+        v = grad.to(device, dtype)
+        with never_waiting() if len(results) == 1 else contextlib.nullcontext():
+            y = output(rows, count, tau=0.5, cdf=cdf, offsets=ends)
+            (dx,) = torch.autograd.grad(y.clamp(min=-50), rows, v)
+        results.append((y, dx))
+    _, (got, dx), (want, dwant) = results
+    assert error(got.clamp(min=-50), want.clamp(min=-50)) <= 1e-5
+    assert error(dx / dwant.abs().max().item(), dwant / dwant.abs().max()) <= 1e-4
+
+
 def test_millions_of_equal_scores() -> None:
     y = khot.sigmoid_topk(torch.full((1, 6_290_000), 0.7, device="cuda"), 64)
     assert abs(y.double().sum().item() - 64) <= 6_290_000 * torch.finfo(torch.float32).eps / 2

@@ -186,6 +186,10 @@ LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int]
         (128, 1_000), lambda x: khot.soft_topk(x, 8, tau=torch.empty(128, device="cuda")), [1, 0], [1, 0],
     ),
     "log_soft_topk": ((4096, 64), partial(khot.log_soft_topk, k=8), [1, 0], [1, 0]),
+    "soft_topk, packed": (
+        (4096, 64), lambda x: khot.soft_topk(x.view(-1), 8, offsets=torch.arange(4097, device="cuda")),
+        [2, 1], [2, 0],
+    ),
     "soft_budget": ((4096, 64), lambda x: khot.soft_budget(x, x.detach(), 8.0, tau=0.5), [1, 0], [1, 0]),
     "soft_budget, at_most": (
         (16, 100_000), lambda x: khot.soft_budget(x, x.detach()[0], 8.0, by="value", at_most=True),

@@ -1,8 +1,9 @@
-"""The soft top-k and the hard mask of packed rows in one call of a compiled kernel, on the CPU.
+"""The soft top-k of packed rows in one call of a kernel; on the CPU the hard mask, too.
 
 :func:`soft_at_once` and :func:`hard_at_once` are what ``ways.by_shards`` asks first. They return None for
-what the kernels do not know, and where a row has no result: all else goes by groups of rows
-(:mod:`khot._core.packed`), as do the second derivatives.
+what the kernels do not know, and on the CPU where a row has no result: all else goes by groups of rows
+(:mod:`khot._core.packed`), as do the second derivatives. On a GPU nobody waits for the offsets: the rows of
+wrong ones are wrong, and a row without a result is NaN.
 """
 
 from __future__ import annotations
@@ -19,10 +20,19 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.dispatch import gradient
-from khot._core.torch_internals import as_usual, below_autograd, forward_mode_is_on, has_cpu_kernel
+from khot._core.torch_internals import (
+    as_usual,
+    below_autograd,
+    forward_mode_is_on,
+    has_cpu_kernel,
+    transforms_are_on,
+)
+from khot._kernels import gpu
 from khot.cdfs import CDF, CDFName
 
 __all__ = ["hard_at_once", "soft_at_once"]
+
+SOFT, HARD = "packed_soft_topk", "packed_topk_mask"
 
 _ROWS = "Tensor x, Tensor offsets"
 _CDF = "str cdf, float shape, str output"
@@ -33,6 +43,21 @@ torch.library.define(
     f"(Tensor grad, {_ROWS}, Tensor hi, Tensor lo, Tensor tau, {_CDF}, Tensor? y) -> {_RESULTS}",
 )
 torch.library.define("khot::packed_topk_mask", f"({_ROWS}, Tensor k) -> Tensor")
+
+
+def _fake(x: Tensor, offsets: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hi = x.new_empty(offsets.shape[0] - 1, dtype=torch.float64)
+    return torch.empty_like(x), hi, torch.empty_like(hi)
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, offsets: Tensor, hi: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(hi), torch.empty_like(hi)
+
+
+torch.library.register_fake("khot::packed_soft_topk", _fake)
+torch.library.register_fake("khot::packed_soft_topk_backward", _fake_backward)
 
 
 def soft_at_once(
@@ -51,8 +76,10 @@ def soft_at_once(
 ) -> Tensor | None:
     """The soft top-k of packed rows: y, log y, or the hard mask with the gradient of y."""
     F = cdfs.resolve(cdf)
-    given = _taken(values, offsets, largest, mask, k, tau)
+    given = _taken(SOFT, values, offsets, largest, mask, k, tau)
     if given is None or not F.built_in or not isinstance(hard, bool):
+        return None
+    if (type(tau) in arguments.NUMBERS and not tau) or (hard and not _serves(HARD, values)):
         return None
     x, count, scale = given
 
@@ -77,40 +104,43 @@ def hard_at_once(
     **_: Any,
 ) -> Tensor | None:
     """The mask of the ⌊k + ½⌋ largest entries of packed rows."""
-    given = _taken(values, offsets, largest, mask, k)
+    given = _taken(HARD, values, offsets, largest, mask, k)
     return None if given is None else _hard(given[0], given[1], offsets)
 
 
 def _taken(
-    values: Tensor, offsets: Tensor, largest: bool, mask: Tensor | None, *numbers: Scalar
+    operator: str, values: Tensor, offsets: Tensor, largest: bool, mask: Tensor | None, *numbers: Scalar
 ) -> list[Tensor] | None:
     """The scores, and the numbers for each row or for all, if the kernels take them."""
     shapes = torch.Size(), offsets[1:].shape
+    tensors = [value for value in (*numbers, mask) if isinstance(value, Tensor)]
+    if not isinstance(largest, bool) or not _serves(operator, values, offsets, *tensors):
+        return None
+    if mask is not None and mask.shape != values.shape:
+        return None
     given: list[Tensor] = []
     for value in numbers:
         if isinstance(value, Tensor):
             if value.shape not in shapes or value.dtype not in arguments.FLOATS | arguments.INTEGERS:
                 return None
             given.append(value)
-        elif type(value) in arguments.NUMBERS and not math.isnan(value):
-            given.append(arguments.constant(value, values))
+        elif type(value) in arguments.NUMBERS and 0 <= value < math.inf:
+            given.append(arguments.constant(value, values, by_value=True))
         else:
             return None
-    if not isinstance(largest, bool) or not _serves(values, offsets, *given):
-        return None
-    if mask is not None and not (_serves(mask) and mask.shape == values.shape):
-        return None
     return [arguments.rows(values, -1, mask, largest), *given]
 
 
-def _serves(*tensors: Tensor) -> bool:
-    """Whether there are kernels for these tensors, and nothing but reverse mode sees the call."""
-    return (
-        all(t.is_cpu and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-        and has_cpu_kernel("khot::packed_soft_topk")
-        and as_usual()
-        and not forward_mode_is_on()
-    )
+def _serves(operator: str, *tensors: Tensor) -> bool:
+    """Whether there is a kernel for these tensors, and nothing but reverse mode sees the call."""
+    device = tensors[0].device
+    if any(t.device != device for t in tensors) or forward_mode_is_on():
+        return False
+    if device.type == "cuda":
+        known = operator in gpu.OF_PACKED_ROWS and gpu.available()
+        return known and not torch.compiler.is_compiling() and not transforms_are_on()
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    return device.type == "cpu" and plain and has_cpu_kernel(f"khot::{operator}") and as_usual()
 
 
 class _SoftTopK(Function):
@@ -121,9 +151,10 @@ class _SoftTopK(Function):
         ctx: Any, x: Tensor, k: Tensor, tau: Tensor, offsets: Tensor, key: Any, output: str, otherwise: Any
     ) -> Tensor | None:
         y, hi, lo = torch.ops.khot.packed_soft_topk(x, offsets, k, tau, *key, output)
-        if y.dim() != 1 or bool(hi.isnan().any()):  # the offsets are wrong, or a row is
+        if x.is_cpu and (y.dim() != 1 or bool(hi.isnan().any())):  # the offsets are wrong, or a row is
             return None
-        by_value = output == "y" and x.dtype == torch.float32 and cdfs.resolve(*key).density_from_value
+        compiled = output == "y" and x.dtype == torch.float32 and x.is_cpu
+        by_value = compiled and cdfs.resolve(*key).density_from_value
         kept = y if by_value and not ctx.needs_input_grad[2] else None
         ctx.save_for_backward(x, k, tau, offsets, hi, lo, kept)
         ctx.key, ctx.output, ctx.otherwise = key, output, otherwise
@@ -133,7 +164,7 @@ class _SoftTopK(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, k, tau, offsets, hi, lo, y = ctx.saved_tensors
         found: list[Tensor | None]
-        if torch.is_grad_enabled() or not _serves(grad):
+        if torch.is_grad_enabled() or not _serves(SOFT, grad):
             recorded = torch.is_grad_enabled()
             with torch.enable_grad():
                 again = ctx.otherwise(x, k, tau)

@@ -151,7 +151,9 @@ class Tile(NamedTuple):
 
     So many ``together``, each as ``pieces`` vectors of a ``width``; ``full`` if the entries fill them; or a
     row ``streams`` past, as much at a time. A search in float64 takes a ``chunk`` of entries at a time.
-    A row is ``packed`` if two entries share a word (:mod:`.packed`).
+    A row is ``packed`` if two entries share a word (:mod:`.packed`). Rows are ``ragged`` if each has a length
+    of its own (:mod:`.ragged`): then n is a pair, the columns that rows begin at and those that they end at,
+    and a program looks at the pieces that one of its rows reaches.
     """
 
     together: int
@@ -161,6 +163,7 @@ class Tile(NamedTuple):
     streams: bool
     chunk: int
     packed: bool = False
+    ragged: bool = False
 
 
 class Cells(NamedTuple):

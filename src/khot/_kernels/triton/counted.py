@@ -15,13 +15,13 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Problem, Rows, Values
 from khot._kernels.triton.exact import solve_row
 from khot._kernels.triton.fast import in_two, joined, reciprocal, store, wide, word_of
-from khot._kernels.triton.functions import LOG, LOGISTIC, THRESHOLD, log_F
+from khot._kernels.triton.functions import HUGE, LOG, LOGISTIC, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant
 from khot._kernels.triton.packed import WORD, piece
 from khot._kernels.triton.polish import polish
 from khot._kernels.triton.rows import EVALUATIONS, at_of, first_of, hold, inside, numbers, solver, write_held
 from khot._kernels.triton.terms import unit, value
-from khot._kernels.triton.threshold import find
+from khot._kernels.triton.threshold import FAR, find
 
 
 @triton.jit
@@ -30,7 +30,11 @@ def _find(
 ):  # fmt: skip
     at = at_of(x, row, T)
     held = hold(x, at, row, there, n, T)
-    origin = first_of(x, row, there)
+    if T.ragged:
+        first = tl.max(held[0], axis=1)
+        origin = tl.where(tl.abs(first) < float("inf"), first, 0.0)
+    else:
+        origin = first_of(x, row, there)
     own_k, k_low = numbers(*k, row, there)
     own_tau, tau_low = numbers(*tau, row, there)
     power = tl.zeros((), tl.float32) + exponent[0]
@@ -40,13 +44,20 @@ def _find(
     )  # fmt: skip
 
     fine_hi, fine_lo = hi.to(tl.float64), lo.to(tl.float64)
+    settled = ok & ~ok
+    if T.ragged:
+        settled = ok & (tl.abs(hi) >= FAR)
     if L.polished:
         fine_hi, fine_lo, ok = polish(
-            held, at, n, fine_hi, fine_lo, ok, own_k.to(tl.float64) + k_low,
+            held, at, n, fine_hi, fine_lo, ok & ~settled, own_k.to(tl.float64) + k_low,
             own_tau.to(tl.float64) + tau_low, joined(*exponent), L.cdf, T,
         )  # fmt: skip
         hi, high_low = in_two(fine_hi)
         lo = high_low + fine_lo.to(tl.float32)
+    if T.ragged:
+        infinite = tl.where(hi > 0, HUGE, -HUGE)
+        fine_hi, fine_lo = tl.where(settled, infinite, fine_hi), tl.where(settled, infinite, fine_lo)
+        lo, ok = tl.where(settled, 0.0, lo), ok | settled
     return fine_hi, fine_lo, ok, (held, at, hi, lo, inverse, own_k > complement, power, fine_hi + fine_lo)
 
 

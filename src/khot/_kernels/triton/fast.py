@@ -218,6 +218,18 @@ def before(column, n, TOGETHER: tl.constexpr):
         return (column < n)[None, :]
 
 
+@triton.constexpr_function
+def always(i, ragged):
+    """Whether there are entries in the i-th piece of a tile, whatever the lengths of its rows are."""
+    return i == 0 or not ragged
+
+
+@triton.jit
+def reached(i: tl.constexpr, n, T: tl.constexpr):
+    """Whether one of the rows of a ragged tile reaches the i-th piece."""
+    return tl.max(n[1]) > i * T.width
+
+
 @triton.jit
 def any_row(flag, TOGETHER: tl.constexpr):
     """Whether the flag is up for any of the program's rows."""

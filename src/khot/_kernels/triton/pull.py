@@ -39,11 +39,21 @@ from khot._kernels.triton.counted import row_values
 from khot._kernels.triton.exact import number64, row_source
 from khot._kernels.triton.exact_backward import pull_exactly
 from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
-from khot._kernels.triton.fast import in_two, inverse_of, joined, plus, reciprocal, total, wide
+from khot._kernels.triton.fast import (
+    always,
+    in_two,
+    inverse_of,
+    joined,
+    plus,
+    reached,
+    reciprocal,
+    total,
+    wide,
+)
 from khot._kernels.triton.functions import LOG, THRESHOLD, extent, place, place_last
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.paid import share_of
-from khot._kernels.triton.rows import entries, inside, numbers, place_rows, rescue
+from khot._kernels.triton.rows import entries, numbers, place_rows, present, rescue
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 from khot._kernels.triton.split import last_of_row, total_of_parts
 from khot._kernels.triton.terms import density, log_rate, unit
@@ -68,7 +78,7 @@ def places(pairs, grad, row, column, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def _results(to, offset):
+def results(to, offset):
     """Where the gradients of entries go."""
     dx_at = to.dx + offset
     return dx_at, (dx_at if to.dcost is None else to.dcost + offset)
@@ -101,7 +111,7 @@ def pull_rows(
         if to.dgoal is not None:
             tl.store(to.dgoal + row, pull.to(tl.float64), mask=ok)
         tl.store(to.dtau + row, dtau.to(tl.float64), mask=ok)
-        goes = _results(to, entries(row, n_columns, column, T.together))
+        goes = results(to, entries(row, n_columns, column, T.together))
         P.write(at, grad_at, goes, ok, n_columns, given, pull, threshold, kept, L, T)
 
     rescue(
@@ -151,7 +161,7 @@ def _gradient_parts(
         column = start + tl.arange(0, T.width)
         at, grad_at = places(pairs, grad, row, column, 1)
         pull = tl.load(to.dgoal + row).to(tl.float32)
-        goes = _results(to, row * n_columns + column)
+        goes = results(to, row * n_columns + column)
         P.write(at, grad_at, goes, row >= 0, mine, given, pull, threshold, ((), ()), L, T)
 
 
@@ -251,15 +261,18 @@ def _held_sums(at, grad, there, n, given, L: tl.constexpr, T: tl.constexpr):
     """The sums of the products over rows that a program holds; and w f and u of each piece, if they are
     kept."""
     PIECES: tl.constexpr = T.pieces
-    column = tl.arange(0, T.width)
-    masses, us = (), ()
+    TOGETHER: tl.constexpr = T.together
+    WIDTH: tl.constexpr = T.width
+    held, masses, us = (), (), ()
+    nothing = tl.zeros((WIDTH,) if TOGETHER == 1 else (TOGETHER, WIDTH), tl.float32)
     for i in tl.static_range(PIECES):
-        valid = inside(there, column + i * T.width, n, T.together, T.full)
-        entry = _entry(at, grad, i * T.width, valid, given, L)
-        products = _products(entry, L)
-        held = plus(held, products) if i > 0 else products  # type: ignore[has-type]  # noqa: F821
+        mass, u = nothing, nothing
+        if always(i, T.ragged) or reached(i, n, T):
+            entry = _entry(at, grad, i * T.width, present(there, i * T.width, n, T), given, L)
+            held = plus(held, _products(entry, L))
+            mass, u = entry[2], entry[3]
         if L.by == BY_COUNT and PIECES <= KEPT:
-            masses, us = masses + (entry[2],), us + (entry[3],)  # type: ignore[assignment]  # noqa: RUF005
+            masses, us = masses + (mass,), us + (u,)  # type: ignore[assignment]  # noqa: RUF005
     return total(held, T.together), (masses, us)
 
 
@@ -318,27 +331,34 @@ def _write(at, grad, to, ok, n, given, pull, threshold, kept, L: tl.constexpr, T
     end is what the cache still has."""
     hi, lo, inverse = threshold[0], threshold[1], threshold[3]
     PIECES: tl.constexpr = T.pieces
-    dx_at, dcost_at = to
-    column = tl.arange(0, T.width)
     values = row_values(hi, lo, inverse, hi != hi, given[3], L.cdf, T.together)
     share, per, t = wide(pull, T.together), wide(inverse, T.together), wide(hi + lo, T.together)
     steps = tl.cdiv(n, PIECES * T.width) if T.streams else 1
     for behind in range(steps):
         for i in tl.static_range(PIECES):
-            offset = (steps - 1 - behind) * (PIECES * T.width) + i * T.width
-            valid = inside(ok, column + offset, n, T.together, T.full)
-            if L.by == BY_COUNT and PIECES <= KEPT and not T.streams:
-                x, w, paid, u = hi, 1.0, kept[0][i], kept[1][i]
-            else:
-                x, w, paid, u, _ = _entry(at, grad, offset, valid, given, L)
-            dx = (u - paid * share) * per
-            tl.store(dx_at + offset, dx.to(dx_at.dtype.element_ty), mask=valid)
-            if L.by != BY_COUNT:
-                dcost = -share * share_of(x, w, values, L)
-                if L.by == BY_VALUE:
-                    dcost -= t * dx
-                dcost = tl.where(x == float("-inf"), 0.0, dcost)
-                tl.store(dcost_at + offset, dcost.to(dcost_at.dtype.element_ty), mask=valid)
+            if always(i, T.ragged) or reached(i, n, T):
+                offset = (steps - 1 - behind) * (PIECES * T.width) + i * T.width
+                valid = present(ok, offset, n, T)
+                if L.by == BY_COUNT and PIECES <= KEPT and not T.streams:
+                    known = (hi, 1.0, kept[0][i], kept[1][i])
+                else:
+                    known = _entry(at, grad, offset, valid, given, L)
+                _write_entry(known, to, offset, valid, (share, per, t), values, L)
+
+
+@triton.jit
+def _write_entry(known, to, offset, valid, of_row, values, L: tl.constexpr):
+    x, w, paid, u = known[0], known[1], known[2], known[3]
+    share, per, t = of_row
+    dx_at, dcost_at = to
+    dx = (u - paid * share) * per
+    tl.store(dx_at + offset, dx.to(dx_at.dtype.element_ty), mask=valid)
+    if L.by != BY_COUNT:
+        dcost = -share * share_of(x, w, values, L)
+        if L.by == BY_VALUE:
+            dcost -= t * dx
+        dcost = tl.where(x == float("-inf"), 0.0, dcost)
+        tl.store(dcost_at + offset, dcost.to(dcost_at.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -347,7 +367,7 @@ def _pull_exactly(row, grad, grad_lo, pairs, solved, to, n, power, L: tl.constex
     x, cost = pairs
     t = solved.t
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*solved.tau, row), joined(*power))
-    dx_at, dcost_at = _results(to, row * n)
+    dx_at, dcost_at = results(to, row * n)
     pull_exactly(
         row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
         number64(*grad_lo, row), threshold, dx_at, dcost_at, to.dgoal + row, to.dtau + row,

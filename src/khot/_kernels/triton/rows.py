@@ -17,7 +17,7 @@ import triton.language as tl
 
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Problem
-from khot._kernels.triton.fast import any_row, before, in_two, joined, wide
+from khot._kernels.triton.fast import always, any_row, before, in_two, joined, reached, wide
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.packed import load_words
 from khot._kernels.triton.sizes import cdiv
@@ -69,6 +69,33 @@ def inside(there, column, n, TOGETHER: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
+def present(there, start, n, T: tl.constexpr):
+    """Which entries there are in the piece that starts at this column."""
+    column = tl.arange(0, T.width) + start
+    if T.ragged:
+        length = tl.where(wide(there, T.together), n[1] - n[0], 0)
+        behind = column[None, :] - n[0]  # of what is before the row, a large number without a sign
+        return behind.to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+    else:
+        return inside(there, column, n, T.together, T.full)
+
+
+@triton.jit
+def _load_reached(at, there, n, T: tl.constexpr):
+    """As :func:`load_rows`, of a ragged tile."""
+    PIECES: tl.constexpr = T.pieces
+    TOGETHER: tl.constexpr = T.together
+    WIDTH: tl.constexpr = T.width
+    x = ()
+    for i in tl.static_range(PIECES):
+        piece = tl.full((TOGETHER, WIDTH), float("-inf"), at.dtype.element_ty)
+        if always(i, T.ragged) or reached(i, n, T):
+            piece = tl.load(at + i * T.width, mask=present(there, i * T.width, n, T), other=float("-inf"))
+        x = x + (piece.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return x
+
+
+@triton.jit
 def load_rows(
     at, there, n,
     TOGETHER: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
@@ -105,6 +132,8 @@ def hold(x, at, row, there, n, T: tl.constexpr):
     held = ()
     if T.packed:
         held = load_words(x.pointer + row * x.stride, n, T)
+    elif T.ragged:
+        held = _load_reached(at, there, n, T)
     elif not T.streams:
         held = load_rows(at, there, n, T.together, T.pieces, T.width, T.full)
     return held
@@ -122,11 +151,11 @@ def write_held(held, out_pointer, row, ok, n, result: tl.constexpr, given, L: tl
     """result(entries, given, L) of what the program holds, to where the rows' results go."""
     PIECES: tl.constexpr = T.pieces
     column = tl.arange(0, T.width)
-    to = out_pointer + entries(row, n, column, T.together)
+    to = out_pointer + entries(row, 0 if T.ragged else n, column, T.together)
     for i in tl.static_range(PIECES):
-        valid = inside(ok, column + i * T.width, n, T.together, T.full)
-        y = result(held[i], given, L).to(out_pointer.dtype.element_ty)
-        tl.store(to + i * T.width, y, mask=valid)
+        if always(i, T.ragged) or reached(i, n, T):
+            y = result(held[i], given, L).to(out_pointer.dtype.element_ty)
+            tl.store(to + i * T.width, y, mask=present(ok, i * T.width, n, T))
 
 
 # ------------------------------------------------------------------------------------ the row program

@@ -22,12 +22,14 @@ from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import (
     LN2,
     LOG2E,
+    always,
     any_row,
     before,
     double,
     inverse_of,
     log2,
     plus,
+    reached,
     reciprocal,
     total,
     two_sum,
@@ -62,6 +64,7 @@ UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 ste
 ROUGH = tl.constexpr(0.5)
 # Where the temperature moves with t, the longest last step, as a share of t: its error is about the square
 STEADY = tl.constexpr(2e-4)
+FAR = tl.constexpr(3e38)  # less than any t, and finite, so that an entry of −inf is below it
 FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions in float64
 
 
@@ -119,7 +122,8 @@ def over(
     else:
         held = terms(piece(x, 0, at, T.pieces), given)
         for i in tl.static_range(1, PIECES):
-            held = plus(held, terms(piece(x, i, at, T.pieces), given))
+            if always(i, T.ragged) or reached(i, n, T):
+                held = plus(held, terms(piece(x, i, at, T.pieces), given))
         return total(held, T.together)
 
 
@@ -547,7 +551,10 @@ def iterate(
     own_tau = tau
     scale = inverse * unit(L.cdf)
     # as many halves as entries were looked at, those beyond the row's end among them
-    seen = tl.cdiv(n_columns, T.pieces * T.width) * (T.pieces * T.width)
+    if T.ragged:
+        seen = tl.maximum(tl.cdiv(tl.max(n_columns[1]), T.width), 1) * T.width
+    else:
+        seen = tl.cdiv(n_columns, T.pieces * T.width) * (T.pieces * T.width)
     nothing = hi * 0
     deep = done & ~done
     ok = ~deep
@@ -610,9 +617,10 @@ def find(
     AGAIN: tl.constexpr = False,
 ):  # fmt: skip
     """t of rows, and which of them have one. Also returned are 1/τ and n − k. AGAIN is as in
-    :func:`iterate`."""
-    if T.streams:
-        n, first, second = over(x, at, n_columns, moment_terms, origin, 3, T)
+    :func:`iterate`. Of ragged rows, many of which have few entries, t is inf where k is 0, and −FAR
+    where k is n."""
+    if T.streams or T.ragged:
+        n, first, second = over(x, at, n_columns, moment_terms, wide(origin, T.together), 3, T)
         n, first, second = n.to(tl.float32), first.to(tl.float32), second.to(tl.float32)
     else:
         n = origin * 0 + tl.cast(n_columns, tl.float32)
@@ -624,6 +632,10 @@ def find(
     complement = n - k
     ok = (k > 0) & (complement > 0) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
     ok = ok & holds(n, complement, power, L.cdf)
+    settled = ok & ~ok
+    if T.ragged:
+        none, all_ = (k == 0) & (k_low == 0), (complement == 0) & (k_low == 0)
+        settled = there & (none | all_) & (tau > 1e-25) & (tau < 1e25) & (second < float("inf"))
 
     per = reciprocal(n)
     offset = first * per
@@ -662,5 +674,8 @@ def find(
         x, at, n_columns, (hi, lo, low, high, crowd), done, (n, k, k_low, tau, inverse, power), evaluations,
         L, T, AGAIN,
     )  # fmt: skip
-    ok = ok & solved
-    return hi, lo, ok & there, inverse, complement
+    ok = ok & solved & there
+    if T.ragged:
+        hi = tl.where(settled, tl.where(none, float("inf"), -FAR), hi)
+        lo, ok = tl.where(settled, 0.0, lo), ok | settled
+    return hi, lo, ok, inverse, complement
