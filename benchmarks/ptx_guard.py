@@ -84,10 +84,10 @@ def _made(module: Callable[[], Call], x: Any) -> Any:
         return module()(x)
 
 
-def _addresses(value: Any) -> Any:
+def addresses(value: Any) -> Any:
     """With what Triton asks of a tensor in the place of each tensor."""
     if isinstance(value, tuple):
-        inner = map(_addresses, value)
+        inner = map(addresses, value)
         return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
     if not hasattr(value, "storage_offset"):
         return value
@@ -95,14 +95,11 @@ def _addresses(value: Any) -> Any:
     return SimpleNamespace(dtype=value.dtype, data_ptr=lambda: at)
 
 
-def launched(only: str) -> tuple[dict[str, tuple[str, Any]], list[str]]:
-    """The name of the kernel and what Triton would compile, of each launch; and the calls that failed."""
-    import pytest
-    import torch
+def start_nothing(start: Callable[..., None]) -> None:
+    """Have launches go to this function, and Triton say what it would compile."""
     import triton
     from triton.runtime import driver
 
-    import device
     from benchmarks import host
     from khot._kernels.triton import launch
 
@@ -110,16 +107,26 @@ def launched(only: str) -> tuple[dict[str, tuple[str, Any]], list[str]]:
     triton.compiler.compile = lambda src, target=None, options=None, **_: SimpleNamespace(
         src=src, options=options
     )
+    launch.start = start
+
+
+def launched(only: str) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+    """The name of the kernel and what Triton would compile, of each launch; and the calls that failed."""
+    import pytest
+    import torch
+
+    import device
+
     found: dict[str, tuple[str, Any]] = {}
     failed: list[str] = []
     told: list[tuple[str, Any]] = []
 
     def start(variant: Any, programs: int, arguments: Any) -> None:
         run = partial(variant.kernel.run, grid=(programs,), warmup=True, **variant.constants)
-        told.append((variant.kernel.__name__, run(*_addresses(arguments))))
+        told.append((variant.kernel.__name__, run(*addresses(arguments))))
 
     with pytest.MonkeyPatch.context() as patch, device.pretend(patch):
-        launch.start = start
+        start_nothing(start)
         for name, shape, dtype, call in calls():
             place = f"{name} {shape or ''} {dtype}"
             if not re.search(only, place):
@@ -135,10 +142,10 @@ def launched(only: str) -> tuple[dict[str, tuple[str, Any]], list[str]]:
     return found, failed
 
 
-def instructions(place: str, arch: int, machine: bool) -> dict[str, Any]:
-    """Of the kernel that is launched there, compiled to PTX."""
+def compiled(built: Any, arch: int) -> tuple[str, str]:
+    """What Triton would compile, compiled to PTX, and its name there."""
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import compiler
 
     class Backend(CUDABackend):
@@ -150,15 +157,22 @@ def instructions(place: str, arch: int, machine: bool) -> dict[str, Any]:
             super().add_stages(stages, *given)
             del stages["cubin"]
 
-    built, target = BUILT[place], GPUTarget("cuda", arch, 32)
+    target = GPUTarget("cuda", arch, 32)
     compiler.make_backend = lambda _: Backend(target)
     given = {name: built.options[name] for name in ("num_warps", "num_stages", "maxnreg", "num_ctas")}
+    done = compiler.compile(built.src, target=target, options=given)
+    return str(done.asm["ptx"], "utf-8"), done.metadata.name  # bytes, as the last stage
+
+
+def instructions(place: str, arch: int, machine: bool) -> dict[str, Any]:
+    """Of the kernel that is launched there."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     try:
-        done = compiler.compile(built.src, target=target, options=given)
+        ptx, name = compiled(BUILT[place], arch)
     except Exception as error:
         return {"text": "", "error": f"{type(error).__name__}: {error}"[-400:], "opcodes": {}}
-    ptx = str(done.asm["ptx"], "utf-8")  # bytes, as the last stage
-    plain = re.sub(rf"{done.metadata.name}_param_\d+", "parameter", re.sub("//.*", "", ptx))
+    plain = re.sub(rf"{name}_param_\d+", "parameter", re.sub("//.*", "", ptx))
     lines = [line.strip() for line in plain.splitlines()]
     lines = [x for x in lines if re.match(r"\$L__BB|\.(req|max)n", x) or re.match(r"[^.].*;", x)]
     opcodes = Counter(re.sub(r"^@\S+\s+", "", x).split()[0] for x in lines if x.endswith(";"))
@@ -167,8 +181,8 @@ def instructions(place: str, arch: int, machine: bool) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(ptx)
             file.flush()
-            name = f"sm_{arch}{'a' * (arch >= 90)}"
-            command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", os.devnull]
+            gpu = f"sm_{arch}{'a' * (arch >= 90)}"
+            command = [get_ptxas(arch).path, "-v", f"--gpu-name={gpu}", file.name, "-o", os.devnull]
             said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         what = {
             "registers": r"Used (\d+) reg",

@@ -33,7 +33,8 @@ WINDOW = tl.constexpr(32)  # rows that are sorted by length: one of a thread
 ALIGNED = tl.constexpr(4)  # entries: of float32 16 bytes
 MOST = 16  # pieces of short rows, as are 64 entries of a thread; or half of it, if rows of twice the mean fit
 SEEN = tl.constexpr(32)  # rows that a program looks for longer ones among, at most
-PROGRAMS = 512  # that look for longer rows, if they need not look at too many
+# How many programs look for longer rows, about: if only rows of twice the mean length are such; if more are.
+FEW, MANY = 256, 4096
 
 # --------------------------------------------------------------------------------- which rows
 
@@ -248,7 +249,7 @@ def parts(rows: int, total: int, dtype: torch.dtype, steep: bool = False) -> tup
         found.append(Part(tile, 1, cdiv(rows, WINDOW.value) * (WINDOW.value // together)))
     if total > least:
         warps = min(16, max(4, next_power_of_2(mean) // 1024))
-        each = min(SEEN.value, cdiv(rows, PROGRAMS))
+        each = min(SEEN.value, cdiv(rows, FEW if 2 * mean < least else MANY))
         tile = layout.constant(layout.Tile(1, 4, 128 * warps, warps, True), 0)
         found.append(Part(tile, warps, cdiv(rows, each), each, least))
     return tuple(found)
