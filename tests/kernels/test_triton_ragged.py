@@ -142,16 +142,6 @@ def test_wrong_offsets_leave_other_memory_alone(kernels: ModuleType) -> None:
         assert torch.equal(memory, before)
 
 
-def test_without_entries(kernels: ModuleType) -> None:
-    for offsets in ([0], [0, 0, 0]):
-        x, given = torch.empty(0), torch.tensor(offsets)
-        y, hi, lo = kernels.packed_soft_topk(x, given, f64(0.0), f64(1.0), "logistic", 0.0, "y")
-        _, dk, dtau = kernels.packed_soft_topk_backward(
-            y, x, given, hi, lo, f64(1.0), "logistic", 0.0, "y", None
-        )
-        assert y.shape == (0,) and not dk.any() and not dtau.any() and len(dk) == len(offsets) - 1
-
-
 @pytest.mark.parametrize("mean", [1, 5, 30, 100, 700, 5_000])
 @pytest.mark.parametrize("rows", [1, 63, 4_096, 100_000, 1_000_000])
 def test_each_row_has_one_program(kernels: ModuleType, rows: int, mean: int) -> None:

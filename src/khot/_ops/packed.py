@@ -114,9 +114,9 @@ def _taken(
     """The scores, and the numbers for each row or for all, if the kernels take them."""
     shapes = torch.Size(), offsets[1:].shape
     tensors = [value for value in (*numbers, mask) if isinstance(value, Tensor)]
-    if not isinstance(largest, bool) or not _serves(operator, values, offsets, *tensors):
+    if not isinstance(largest, bool) or not len(values):
         return None
-    if mask is not None and mask.shape != values.shape:
+    if not _serves(operator, values, offsets, *tensors) or (mask is not None and mask.shape != values.shape):
         return None
     given: list[Tensor] = []
     for value in numbers:

@@ -235,8 +235,6 @@ class Part(NamedTuple):
 def parts(rows: int, total: int, dtype: torch.dtype, steep: bool = False) -> tuple[Part, ...]:
     """The launches for so many packed rows with so many entries; ``steep`` as :func:`.layout.steep` has it,
     where float64 needs registers, too."""
-    if not total:
-        return ()
     found: list[Part] = []
     mean, least = cdiv(total, rows), -1
     if dtype != torch.float64:  # of which all rows count as long
@@ -258,7 +256,7 @@ def parts(rows: int, total: int, dtype: torch.dtype, steep: bool = False) -> tup
 def packed_soft_topk(
     x: Tensor, offsets: Tensor, k: Tensor, tau: Tensor, cdf: str, shape: float, output: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y of packed rows, or its logarithm; and of each row t = hi + lo."""
+    """y of packed rows that have entries, or its logarithm; and of each row t = hi + lo."""
     x, offsets, rows, total = x.contiguous(), offsets.contiguous(), len(offsets) - 1, len(x)
     out, hi = layout.like(x), torch.empty(rows, dtype=torch.float64, device=x.device)
     lo, asked = torch.empty_like(hi), layout.asked(cdf, shape, output=output)
@@ -268,7 +266,7 @@ def packed_soft_topk(
             part.programs, x, offsets, *given, Found(out, hi, lo), rows, total, part.each, part.least,
             EVALUATIONS, layout.power(asked.F),
         )  # fmt: skip
-    return (out, hi, lo) if total else (out, hi.zero_(), lo.zero_())
+    return out, hi, lo
 
 
 def packed_soft_topk_backward(
@@ -285,7 +283,7 @@ def packed_soft_topk_backward(
             part.programs, grad, x, offsets, solved, to, rows, total, part.each, part.least,
             layout.power(asked.F),
         )  # fmt: skip
-    return (dx, dk, dtau) if total else (dx, dk.zero_(), dtau.zero_())
+    return dx, dk, dtau
 
 
 @functools.lru_cache(maxsize=256)
