@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -141,12 +141,30 @@ class TopKCrossEntropyLoss(nn.Module):
         is_soft = isinstance(label, Tensor) and label.is_floating_point()
         is_soft = is_soft and (label.dim() == input.dim() or arguments.is_nested(input))
         hard, soft = (None, label) if is_soft else (label, None)
-        return _loss(input, hard, soft, self.dim, self.tau, self.reduction, self, mask=mask, offsets=offsets)
+        k = tuple(self.k.items())
+        of = _Settings(k, self.cdf, self.top1_mode, self.m, self.ignore_index, self.label_smoothing)
+        return _loss(input, hard, soft, self.dim, self.tau, self.reduction, of, mask=mask, offsets=offsets)
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
+
+class _Settings(NamedTuple):
+    """What a module has beside what differs from row to row: its arguments, k with the weights."""
+
+    k: tuple[tuple[int, float], ...]
+    cdf: CDF
+    top1_mode: Top1Mode
+    m: int | None
+    ignore_index: int
+    label_smoothing: float
+
+    @property
+    def most(self) -> int:
+        """The largest k."""
+        return max(k for k, _ in self.k)
+
+    def log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
         """log y^(k) of the scores ``at`` (*batch, c) for each k: (*batch, c, number of ks)."""
         counts = vector(x.device, ks)
         copies = x.unsqueeze(-2).expand(*x.shape[:-1], len(ks), x.shape[-1])  # a view: nothing is copied
@@ -166,15 +184,15 @@ def _loss(
     dim: int,
     tau: Scalar,
     reduction: Reduction,
-    of: TopKCrossEntropyLoss,
+    of: _Settings,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The loss ``of`` a module, with what it has for each row as arguments."""
+    of = _Settings(*of)  # in a trace of packed rows it was any tuple
     x = arguments.rows(input, dim, mask)
     there = None if mask is None else x != -math.inf
     n = x.shape[-1]
-    for name, size in (("k", max(of.k)), ("m", of.m)):
+    for name, size in (("k", of.most), ("m", of.m)):
         if size is not None and size > n:
             raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
     at, share, counted, x = _target(label, soft_label, input, x, there, dim, of)
@@ -185,7 +203,7 @@ def _loss(
     if first:
         logs.append((at - torch.logsumexp(widen(x), -1, keepdim=True)).unsqueeze(-1))
     if weights:
-        logs.append(of._log_selected(x, at, tau, list(weights)))
+        logs.append(of.log_selected(x, at, tau, list(weights)))
     if first and of.top1_mode == "cross_entropy":
         loss = -first * logs[0].squeeze(-1)
         if weights:
@@ -205,7 +223,7 @@ def _target(
     x: Tensor,
     there: Tensor | None,
     dim: int,
-    of: TopKCrossEntropyLoss,
+    of: _Settings,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """The scores of the classes that count, (*batch, c); how much each counts, None for one that counts
     whole; which rows count, None for all; and the scores that the loss looks at."""
@@ -242,9 +260,9 @@ def _target(
     return widen(at), None, ~ignored, x
 
 
-def _check_classes(of: TopKCrossEntropyLoss, there: Tensor | None) -> None:
+def _check_classes(of: _Settings, there: Tensor | None) -> None:
     if there is not None:
-        arguments.check_enough(there, "k" if of.m is None else "m", of.m or max(of.k))
+        arguments.check_enough(there, "k" if of.m is None else "m", of.m or of.most)
 
 
 def _check_named(excluded: Tensor) -> None:
@@ -252,7 +270,7 @@ def _check_named(excluded: Tensor) -> None:
         raise ValueError("label must name classes under the mask, but got one that is left out")
 
 
-def _check_one_label(of: TopKCrossEntropyLoss, must: str, got: Any) -> None:
+def _check_one_label(of: _Settings, must: str, got: Any) -> None:
     if of.m is not None:
         raise ValueError(
             f"{must} where m is given, which leaves other classes out, but got {got} and m = {of.m}"
