@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
@@ -69,7 +70,8 @@ def _shares(x: Any, k: Tensor, offsets: Tensor | None) -> Tensor:
     if x.is_nested:
         return torch.nested.nested_tensor_from_jagged(_shares(x.values(), k, x.offsets()), x.offsets())
     lengths = torch.tensor([len(x)]) if offsets is None else offsets.diff()
-    return (k / lengths.clamp(min=1)).reshape(-1).repeat_interleave(lengths) + 0 * x
+    each = (k / lengths.clamp(min=1)).reshape(-1)
+    return each.repeat_interleave(lengths, output_size=x.shape[0]) + 0 * x
 
 
 def inclusion_probs(x: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -521,6 +523,37 @@ def test_compiled_whole(dynamic: bool) -> None:
     assert len({*counts}) == 1
 
 
+@pytest.mark.parametrize("case", [*SOFT, *LOSSES, *DRAWS])
+def test_in_a_graph(case: Case) -> None:
+    """Values and gradients of packed rows and of jagged ones are those in eager mode, of one graph for all
+    lengths; draws are those of the same seed."""
+
+    def call(rows: Tensor, given: dict[str, Tensor], offsets: Tensor | None) -> Tensor:
+        found = case.function(rows, **given, offsets=offsets)
+        return found * 2 if found.is_floating_point() else found
+
+    for jagged in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+        counts = []
+        for lengths in (LENGTHS["filled"], [2, 6, 4] if case.filled else LENGTHS["mixed"]):
+            x, given, offsets = _values(lengths), _given(lengths, case.takes), _offsets(lengths)
+            found = []
+            for f in (compiled, call):
+                torch.manual_seed(5)
+                rows = torch.nested.nested_tensor_from_jagged(x, offsets) if jagged else x
+                y = f(rows, given, None if jagged else offsets)
+                found.append(y.values() if y.is_nested else y)
+            assert_close(*found)
+            if found[1].requires_grad:
+                g = torch.Generator().manual_seed(6)
+                weights = torch.randn(found[1].shape, dtype=torch.float64, generator=g)
+                assert_close(*(torch.autograd.grad((y.clamp(min=-50) * weights).sum(), x) for y in found))
+            counts.append(counter.frame_count)
+        assert len({*counts}) == 1
+
+
 def test_transforms() -> None:
     """vmap over values of the same offsets; forward mode is reverse mode."""
     offsets = torch.tensor([0, 3, 3, 8])
@@ -536,17 +569,114 @@ def test_transforms() -> None:
 
 @pytest.mark.parametrize(
     ("transform", "backend"),
-    [(torch.func.jacfwd, "eager"), (torch.func.jacrev, "aot_eager"), (torch.func.vmap, "aot_eager")],
-    ids=["jacfwd", "jacrev", "vmap"],
+    [(torch.func.jacfwd, "eager"), (torch.func.jacrev, "aot_eager")],
+    ids=["jacfwd", "jacrev"],
 )
-def test_transforms_in_a_trace(transform: Callable[..., Any], backend: str) -> None:
-    """They leave the graph. The mean is over the two lists that count."""
+def test_derivatives_leave_the_graph(transform: Callable[..., Any], backend: str) -> None:
+    """The mean is over the two lists that count."""
     offsets, k, relevance = torch.tensor([0, 4, 4, 8]), torch.tensor([1, 0, 2]), torch.arange(8) % 3
 
     def call(x: Tensor) -> Tensor:
         return khot.soft_topk(x, k, offsets=offsets) + losses.ndcg_loss(x, relevance, offsets=offsets)
 
     torch._dynamo.reset()
-    x = torch.randn(8, 8, dtype=torch.float64)
-    x = x if transform is torch.func.vmap else x[0]
+    x = torch.randn(8, dtype=torch.float64)
     assert_close(torch.compile(transform(call), backend=backend)(x), transform(call)(x))
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match=r"packed rows leave the graph under derivatives of torch\.func"):
+        torch.compile(transform(call), backend=backend, fullgraph=True)(x)
+
+
+def test_vmap_in_a_graph() -> None:
+    """Of values and of what there is one of for each row, one in the other, with the gradient."""
+    lengths = LENGTHS["filled"]
+    offsets, relevance = _offsets(lengths), torch.arange(sum(lengths)) % 3
+
+    def inner(x: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
+        y = khot.soft_topk(x, 1, tau=tau, offsets=offsets)
+        loss = losses.ndcg_loss(x, relevance, tau=tau.mean(), offsets=offsets)
+        return y, loss, *khot.topk(x * tau.mean(), 2, offsets=offsets)
+
+    def call(x: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vmap(torch.func.vmap(inner, in_dims=(None, 0)), in_dims=(1, None))(x, tau)
+
+    torch._dynamo.reset()
+    x = (_values(lengths).detach().unsqueeze(-1) * torch.tensor([1.0, -1, 2])).requires_grad_()
+    tau = 0.5 + torch.rand(2, len(lengths), dtype=torch.float64)
+    found, expected = (f(x, tau) for f in (torch.compile(call, fullgraph=True, backend="aot_eager"), call))
+    assert_close(found, expected)
+    got, wanted = (
+        torch.autograd.grad([y.cos().sum() for y in results[:3]], x) for results in (found, expected)
+    )
+    assert_close(got, wanted)
+
+
+def test_draws_in_a_graph() -> None:
+    """Two draws are two, and the graph may ask for several of each row. A generator, and vmap, leave it."""
+    x, offsets = torch.zeros(400), torch.arange(0, 401, 100)
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        one, two = (sampling.gumbel_topk(x, 50, offsets=offsets) for _ in range(2))
+        return one, two, sampling.sample(x + 0.5, sample_shape=(3, 2), offsets=offsets)
+
+    def under_vmap(x: Tensor) -> Tensor:
+        draw = torch.func.vmap(lambda x: khot.sample_khot(x, 50, offsets=offsets), randomness="different")
+        return draw(x.expand(3, -1))
+
+    generator = torch.Generator()
+
+    def of_generator(x: Tensor) -> Tensor:
+        return khot.sample_khot(x, 50, offsets=offsets, generator=generator)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+    torch.manual_seed(0)
+    assert_close(found, call(x))
+    assert not torch.equal(found[0], found[1])
+    assert found[2].shape == (3, 2, 400)
+    for leaves in (under_vmap, of_generator):
+        torch._dynamo.reset()
+        drawn = torch.compile(leaves, backend="aot_eager")(x)
+        assert_close(drawn.unflatten(-1, (4, 100)).sum(-1), torch.full((*drawn.shape[:-1], 4), 50.0))
+        torch._dynamo.reset()
+        with pytest.raises(Unsupported, match="packed rows leave the graph"):
+            torch.compile(leaves, fullgraph=True, backend="aot_eager")(x)
+
+
+class _Cubic(khot.cdfs.CDF):
+    def cdf(self, z: Tensor) -> Tensor:
+        return 0.5 + torch.atan(z**3) / torch.pi
+
+    def pdf(self, z: Tensor) -> Tensor:
+        return 3 * z.square() / (1 + z.pow(6)) / torch.pi
+
+
+def test_own_cdfs_in_a_graph() -> None:
+    cdf, x, offsets = _Cubic(), _values([3, 5]), _offsets([3, 5])
+
+    def call(x: Tensor) -> Tensor:
+        return khot.soft_topk(x, 2, cdf=cdf, offsets=offsets)
+
+    torch._dynamo.reset()
+    found, expected = (f(x) for f in (torch.compile(call, fullgraph=True, backend="aot_eager"), call))
+    assert_close(found, expected)
+    assert_close(*(torch.autograd.grad(y.cos().sum(), x) for y in (found, expected)))
+
+
+def test_several_jagged_tensors_in_a_graph() -> None:
+    """They share their offsets, or the graph is left, where equal ones are found equal."""
+    torch._dynamo.reset()
+    x, relevance, offsets = _values([3, 5]), torch.arange(8) % 3, _offsets([3, 5])
+
+    def jagged(values: Tensor, offsets: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    expected = losses.ndcg_loss(x, relevance, offsets=offsets)
+    for fullgraph, others in ((True, offsets), (False, offsets.clone())):
+        compiled = torch.compile(losses.ndcg_loss, fullgraph=fullgraph, backend="aot_eager")
+        found = compiled(jagged(x, offsets), jagged(relevance, others))
+        assert_close(found, expected)
+        assert_close(*(torch.autograd.grad(y, x, retain_graph=True) for y in (found, expected)))
+    with pytest.raises(ValueError, match="relevance must have rows of the lengths of scores's"):
+        compiled(jagged(x, offsets), jagged(relevance, _offsets([4, 4])))

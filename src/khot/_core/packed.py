@@ -20,7 +20,7 @@ from khot._core import arguments
 from khot._core.arguments import is_nested
 from khot._core.torch_internals import run_as_is
 
-__all__ = ["Results", "by_rows", "note_weights"]
+__all__ = ["Results", "apart", "by_rows", "note_weights", "together"]
 
 #: As many cells as a call of a function costs: of 3,000, 12,000 and 40,000 the best on most batches.
 CALL = 40_000
@@ -84,21 +84,39 @@ def by_rows(
         name: of the function's first argument, which is the input.
         options: its other arguments, offsets among them.
     """
-    offsets = options.pop("offsets")
+    values, options = apart(input, name, options)
+    found = _of_values(function, values, options.pop("offsets"), name, options, results)
+    return together(found, input, results)
+
+
+def apart(input: Any, name: str, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """The values of packed rows, and the options with their offsets and without nested tensors."""
+    offsets = options["offsets"]
     if not is_nested(input):
-        return _of_values(function, _checked(input, name, offsets), offsets, name, options, results)
+        return _checked(input, name, offsets), options
     if offsets is not None:
         raise ValueError(f"offsets must be None for a nested {name}, which has its own, but got a tensor")
     values, offsets = _taken_apart(input, name)
+    found = options | {"offsets": offsets}
     for key, value in options.items():
         if is_nested(value):
-            options[key], own = _taken_apart(value, key)
-            if own is not offsets and not torch.equal(own, offsets):
+            found[key], own = _taken_apart(value, key)
+            if torch.compiler.is_compiling():  # the offsets are not known: the same ones make the same shape
+                same = value.shape == input.shape
+            else:
+                same = own is offsets or torch.equal(own, offsets)
+            if not same:
                 raise ValueError(f"{key} must have rows of the lengths of {name}'s, but got others")
-    found = _of_values(function, values, offsets, name, options, results)
-    if not results.entries or (results.loss and not found.dim()):
+    return values, found
+
+
+def together(found: Any, input: Any, results: Results) -> Any:
+    """What was found for the values, nested if it is of entries and the input is nested."""
+    if not is_nested(input) or not results.entries or (results.loss and not found.dim()):
         return found
-    return torch.nested.nested_tensor_from_jagged(found, offsets)
+    rows = torch.nested.nested_tensor_from_jagged(found, input.offsets())
+    # a nested view of what a trace computes cannot leave it (torch 2.13)
+    return rows.clone() if torch.compiler.is_compiling() else rows
 
 
 def _of_values(

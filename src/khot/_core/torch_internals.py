@@ -43,6 +43,7 @@ __all__ = [
     "is_exporting",
     "is_recomputation",
     "is_transformed",
+    "leave_graph",
     "process_group",
     "run_as_is",
     "save_in_exports",
@@ -212,6 +213,14 @@ def run_as_is(*functions: Callable[..., Any]) -> None:
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for function in functions:
         frames.set_code_exec_strategy(function.__code__, skip)
+
+
+def leave_graph(why: str) -> None:
+    """End the graph that Dynamo traces; with ``fullgraph=True`` its error has this text."""
+    try:
+        torch._dynamo.graph_break(msg=why)
+    except TypeError:  # torch 2.6 takes no text
+        torch._dynamo.graph_break()
 
 
 def apply_outside_transforms(function: type[Function], args: tuple[Any, ...]) -> Any:

@@ -37,6 +37,7 @@ from khot._core.torch_internals import (
     decides_by_device,
     derivative_levels,
     forward_mode_is_on,
+    leave_graph,
     transforms_are_on,
 )
 from khot.cdfs import CDF
@@ -108,10 +109,14 @@ def _by_parts(
         if is_packed:
             if not torch.compiler.is_compiling():
                 return packed.by_rows(function, input, first, named, results)
-            called = {first: input, **named}
+            values, others = packed.apart(input, first, named)
+            called = {first: values, **others}
             if packed_trace.knows(full_name, called):
-                reduced = results.loss and named.get("reduction") != "none"
-                return packed_trace.call(full_name, called, reduced)
+                return packed.together(packed_trace.call(full_name, called), input, results)
+            leave_graph(
+                "packed rows leave the graph under derivatives of torch.func, in forward mode, with a "
+                "generator, and if they are drawn under vmap"
+            )
             outside = cast("Callable[..., Any]", torch.compiler.disable(packed.by_rows))
             return outside(function, input, first, named, results)
         named.pop("offsets", None)
@@ -121,8 +126,9 @@ def _by_parts(
             raise TypeError("group must be None for a DTensor, which has its own group, but got one")
         return getattr(dtensor, how)(function, input, name=first, options=named, **(known or {}))
 
-    if packs and how and signature.return_annotation == "Tensor":
-        packed_trace.register(full_name, run, results.entries)
+    if packs:
+        made = inspect.unwrap(function).__globals__[signature.return_annotation]
+        packed_trace.register(full_name, run, results, made, draws=not how)
     return run  # type: ignore[return-value]
 
 
