@@ -29,13 +29,9 @@ Oracle = Callable[[Tensor, float, float], "np.ndarray | float"]
 class Arguments:
     """What an operator calls its arguments, and what is bad input to it."""
 
-    family: str = ""  # which checks of test_bad_input.py apply; none, if a file of the operator has its own
+    family: str = ""  # how test_any_call.py checks it; not at all, if a file of the operator has its own
     k: str = "k"
     tau: str | None = "tau"
-
-    @property
-    def k_in_range(self) -> bool:
-        return self.family != "count"
 
 
 ARGUMENTS: dict[str, Arguments] = {

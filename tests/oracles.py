@@ -724,8 +724,10 @@ def _outlier(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _with_minus_inf(n: int, generator: torch.Generator) -> torch.Tensor:
+    """And a number that stands for it."""
     x = _normal(n, generator)
-    x[torch.randperm(n, generator=generator)[: n // 10]] = -math.inf
+    left_out = torch.randperm(n, generator=generator)[: n // 10]
+    x[left_out], x[left_out[::2]] = -math.inf, -1e9
     return x
 
 

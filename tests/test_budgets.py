@@ -196,7 +196,7 @@ def test_a_budget_that_is_all_costs_to_rounding(by: str) -> None:
         assert (y == 1).all() and not dx.any() and not dbudget.any()
 
 
-# what test_hostile.py does not draw
+# what test_bad_input.py does not draw
 X, COST = f64(1.0, 2.0, 3.0), f64(1.0, 2.0, 1.0)
 BAD: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
     (ValueError, "budget", lambda f: f(X, COST, f64(-1.0).squeeze())),

@@ -282,11 +282,22 @@ def test_gradients_against_50_digits(name: str, scores: str) -> None:
 # ------------------------------------------------------------------------------------- levels
 
 
-def test_counts_run_from_n_to_0() -> None:
-    x = torch.tensor([3.0, 1.0, -math.inf, math.inf])
-    assert khot.soft_count(x, -math.inf) == 3
-    assert khot.soft_count(x, math.inf) == 1
-    assert khot.inverse_soft_count(x[:2], torch.tensor([0.0, 2.0])).tolist() == [math.inf, -math.inf]
+@every_cdf
+def test_infinite_entries_and_levels(name: str) -> None:
+    """+inf counts as 1 and −inf as 0; all entries are above the level −inf, and none above +inf."""
+    kept = torch.tensor([3.0, -1.0, 2.0, 0.5], dtype=torch.float64)
+    x = torch.cat((kept, torch.tensor([math.inf, -math.inf, math.inf])))
+    of: dict[str, Any] = {"tau": 0.5, "cdf": CDFS[name][0]}
+    for at in (0.3, 2.0, 1e300, -1e300):
+        torch.testing.assert_close(khot.soft_count(x, at, **of), khot.soft_count(kept, at, **of) + 2)
+    ends = torch.tensor([math.inf, -math.inf], dtype=torch.float64)
+    assert khot.soft_count(x, ends, **of).tolist() == [2, 6]
+    assert [khot.soft_count(kept, at, **of) for at in ends.tolist()] == [0, 4]
+    for count in (0.5, 1, 3.5):
+        got, want = (khot.inverse_soft_count(v, c, **of) for v, c in ((x, count + 2), (kept, count)))
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
+    assert khot.inverse_soft_count(x, ends.new_tensor([2, 6]), **of).tolist() == ends.tolist()
+    assert khot.inverse_soft_count(x, 1, **of).isnan()
 
 
 def test_many_levels_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:

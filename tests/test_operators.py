@@ -235,16 +235,19 @@ def test_one_bad_row_spoils_no_other(op: Operator) -> None:
 
 
 @every
-def test_a_bad_temperature_spoils_its_row_where_nobody_looks(
+def test_a_bad_number_spoils_its_row_where_nobody_looks(
     op: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where raising an error would wait for the device."""
     monkeypatch.setattr(khot._core.arguments, "readable", lambda value: False)
-    x, k, tau = arguments(op)
+    (x, k, tau), second = arguments(op), torch.tensor(1)
     want = op.call(x, k, tau)
-    for bad in (-1.0, 0.0, float("inf"), float("nan")):
-        y = op.call(x, k, tau.index_fill(0, torch.tensor(1), bad))
-        assert y[1].isnan().all() or not op.has_tau
+    bad = [(k, tau.index_fill(0, second, v)) for v in (-1.0, 0.0, float("inf"), float("nan")) if op.has_tau]
+    if op.arguments.family not in ("", "count"):
+        bad += [(k.index_fill(0, second, v), tau) for v in (-1.0, N + 0.6, float("nan"))]
+    for case in bad:
+        y = op.call(x, *case)
+        assert y[1].isnan().all()
         assert torch.equal(y[[0, 2]], want[[0, 2]])
 
 

@@ -454,7 +454,7 @@ X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.1, 0.2, 0.3, 0.4]])
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_bad_arguments(operator: Callable[..., Tensor]) -> None:
-    """In tensors; test_hostile.py has the rest."""
+    """In tensors; test_bad_input.py has the rest."""
     for tau in (f64([1.0, 0.0]), f64(-1.0)):
         with pytest.raises(ValueError, match=r"^tau must be finite and > 0, but got"):
             operator(X, tau=tau)

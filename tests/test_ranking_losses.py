@@ -438,7 +438,7 @@ X, ZEROS = torch.tensor([[3.0, -1.0, 2.0], [0.1, 0.2, 0.3]]), torch.zeros(2, 3)
 
 
 def refused() -> Iterator[Any]:
-    """What test_hostile.py does not ask for."""
+    """What test_bad_input.py does not ask for."""
     for name, loss in LOSSES.items():
         target = ARGUMENT[loss.kind]
         shape = rf"{target} must have the scores' shape \(2, 3\), but got \(3,\)"

@@ -10,41 +10,17 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable
 from typing import Any, Literal, Union
 
 import pytest
 
 import khot
+from calls import PUBLIC
 from khot import cdfs
-from khot.sampling import conditional_poisson
 
-PLACES: dict[str, Any] = {
-    "khot": khot,
-    "khot.baselines": khot.baselines,
-    "khot.distributions": khot.distributions,
-    "khot.estimators": khot.estimators,
-    "khot.losses": khot.losses,
-    "khot.nn": khot.nn,
-    "khot.sampling": khot.sampling,
-    "khot.sampling.conditional_poisson": conditional_poisson,
-}
-
-
-def is_call(value: object) -> bool:
-    """Whether it is a function or a class, and not an alias of a type, a table or a module."""
-    return inspect.isfunction(value) or inspect.isclass(value)
-
-
-PUBLIC: dict[str, Callable[..., Any]] = {
-    f"{place}.{name}": getattr(module, name)
-    for place, module in PLACES.items()
-    for name in module.__all__
-    if is_call(getattr(module, name))
-}
 # what returns values instead of selecting: its fields are not options
 RECORDS = {"khot.nn.Beams", "khot.nn.Routing", "khot.sampling.Design"}
-CALLS = {name: call for name, call in PUBLIC.items() if name not in RECORDS and name != "khot.show_config"}
+CALLS = {name: call for name, call in PUBLIC.items() if name not in RECORDS}
 # these have the signature of the function or class of torch that they replace
 AS_TORCH = {
     "khot.nn.topk_attention": "torch.nn.functional.scaled_dot_product_attention",
@@ -284,7 +260,7 @@ def test_names_of_choices_are_those_of_the_tables() -> None:
         assert isinstance(cdfs.resolve(name), cdfs.CDF)
     estimators = typing.get_args(khot.estimators.EstimatorName)
     assert set(estimators) == {
-        name for name in khot.estimators.__all__ if is_call(getattr(khot.estimators, name))
+        name for name in khot.estimators.__all__ if f"khot.estimators.{name}" in PUBLIC
     } - {"sample_khot", "score_function", "reinmax"}
     for schedule in typing.get_args(khot.nn.ScheduleName):
         khot.nn.Anneal(1.0, 0.5, 2, schedule)

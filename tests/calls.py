@@ -1,32 +1,39 @@
-"""Hostile input: what no function takes, at every argument of every public function, layer and loss.
+"""Every public function, layer and loss, with good arguments, and what each argument means: one table.
 
-Each argument has a role, and each role has values that are always wrong: a tensor in a dtype or layout that
-one cannot compute with, a string instead of a number, a list instead of a name. The answer is a TypeError, a
-ValueError or (for ``dim``) an IndexError that names the argument, from the call that got the value: for an
-argument of a constructor, from the constructor. A function or an argument without a row here fails a test.
+Each argument has a role, and each role has values that are always wrong, which `test_bad_input.py` passes.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import numbers
-import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import khot
 from khot import baselines, distributions, estimators, losses, sampling
 from khot.sampling import conditional_poisson
-from operators import FIRST
+
+__all__ = [
+    "HUGE",
+    "IN_TENSORS",
+    "MASK",
+    "PLACES",
+    "PUBLIC",
+    "RECORDS",
+    "ROLES",
+    "ROWS",
+    "SCALARS",
+    "TENSORS",
+    "UNCHECKED",
+    "Row",
+    "X",
+]
 
 PLACES = {
     "khot": khot,
@@ -38,7 +45,7 @@ PLACES = {
     "khot.sampling": sampling,
     "khot.sampling.conditional_poisson": conditional_poisson,
 }
-PUBLIC = {
+PUBLIC: dict[str, Callable[..., Any]] = {
     f"{place}.{name}": getattr(module, name)
     for place, module in PLACES.items()
     for name in module.__all__
@@ -53,32 +60,11 @@ RECORDS = {
     "khot.nn.TopKRouting",
     "khot.sampling.Design",
 }
-# These take a module, and tensors only as its parameters; or a state dict, which their own tests spoil.
-OF_MODULES = {
-    "khot.nn.make_permanent",
-    "khot.nn.prune_global",
-    "khot.nn.prune_magnitude",
-    "khot.nn.prune_n_m",
-    "khot.nn.sae_from_layout",
-    "khot.nn.sae_to_layout",
-}
 # Options that are not checked: sources of randomness, shapes of draws, what torch itself checks; and offsets,
 # which are in test_packed.py.
 UNCHECKED = {
-    *(
-        "offsets",
-        "generator",
-        "seed",
-        "group",
-        "sample_shape",
-        "device",
-        "dtype",
-        "scale",
-        "dropout_p",
-        "dropout",
-        "bias",
-    ),
-    *("end", "chunk_size", "step_function"),
+    *("offsets", "generator", "seed", "group", "sample_shape", "device", "dtype", "scale"),
+    *("dropout_p", "dropout", "bias", "end", "chunk_size", "step_function"),
 }
 
 X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.25, 1.0, -2.0, 0.0]])
@@ -570,284 +556,3 @@ ROWS: dict[str, Row] = {
         khot.nn.soft_beam_loss, {**BEAMS, "target": torch.tensor([[1, 2], [3, 0]]), "rho": 0.5}, OF_BEAMS
     ),
 }
-
-
-OF_OPERATORS = [getattr(khot, op.name) for op in FIRST]
-
-
-def parameters(row: Row) -> Mapping[str, inspect.Parameter]:
-    call = row.call.forward if isinstance(row.call, nn.Module) else row.call
-    return inspect.signature(call).parameters
-
-
-def role(row: Row, name: str) -> str:
-    return row.roles.get(name) or ROLES[name]
-
-
-def flags(call: Callable[..., Any]) -> list[str]:
-    """The arguments that are True or False, or None where that means not given."""
-    annotations = {name: str(p.annotation) for name, p in inspect.signature(call).parameters.items()}
-    return [name for name, of in annotations.items() if of in ("bool", "bool | None")]
-
-
-def flags_of(row: Row) -> list[str]:
-    return flags(row.call.forward if isinstance(row.call, nn.Module) else row.call)
-
-
-def takes_none(row: Row, name: str) -> bool:
-    """Whether None is the default of the argument, and means that it is not given."""
-    parameter = parameters(row).get(name)
-    return parameter is not None and parameter.default is None
-
-
-# ------------------------------------------------------------------------------------------- the tensors
-
-
-def nested(x: Tensor, layout: torch.layout) -> Tensor:
-    return torch.nested.nested_tensor(list(x) if x.dim() > 1 else [x.reshape(-1)], layout=layout)
-
-
-def of_rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(1, -1)
-
-
-HOSTILE: dict[str, Callable[[Tensor], Any]] = {
-    "float8_e4m3fn": lambda x: x.to(torch.float8_e4m3fn),
-    "float8_e5m2": lambda x: x.to(torch.float8_e5m2),
-    "sparse_coo": lambda x: x.to_sparse(),
-    "sparse_csr": lambda x: of_rows(x).to_sparse_csr(),
-    "nested": lambda x: nested(x, torch.strided),
-    "jagged": lambda x: nested(x, torch.jagged),
-    "quantised": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
-    "mkldnn": lambda x: (x if x.dim() else of_rows(x)).float().to_mkldnn(),
-    "float32": lambda x: x.float(),
-    "bool": lambda x: x.bool(),
-    "int64": lambda x: x.long(),
-    "complex64": lambda x: x.to(torch.complex64),
-    "NumPy array": lambda x: x.numpy(),
-    "list": lambda x: x.tolist() if x.dim() else [x.item()],
-    "None": lambda x: None,
-    "string": lambda x: "scores",
-}
-
-
-def as_tensor(value: Any) -> Tensor:
-    """The good value as a tensor."""
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
-
-
-def by_row(cases: Iterable[tuple[str, Any]]) -> pytest.MarkDecorator:
-    """One test for all cases of a row, because thousands of tests cost more than what they do."""
-    grouped: dict[str, list[Any]] = {}
-    for name, case in cases:
-        grouped.setdefault(name, []).append(case)
-    params = [pytest.param(ROWS[name], found, id=name) for name, found in grouped.items()]
-    return pytest.mark.parametrize("row, cases", params)
-
-
-def tensor_cases() -> Iterator[tuple[str, tuple[str, str]]]:
-    """Pairs of an argument and a kind of tensor."""
-    for name, row in ROWS.items():
-        for argument, good in row.good.items():
-            allowed = TENSORS.get(role(row, argument))
-            in_a_constructor = inspect.isclass(row.call) and not isinstance(good, Tensor)
-            if role(row, argument) != "function" and allowed is not None and not in_a_constructor:
-                kinds = [kind for kind in HOSTILE if kind != "None" or not takes_none(row, argument)]
-                kinds = [kind for kind in kinds if kind != "float32" or argument == "mask"]
-                names = parameters(row)
-                if "offsets" in names and argument == next(iter(names)):  # rows of different lengths
-                    kinds.remove("jagged")
-                yield from ((name, (argument, kind)) for kind in kinds)
-
-
-def meta_cases() -> Iterator[tuple[str, str]]:
-    for name, row in ROWS.items():
-        for argument, good in row.good.items():
-            is_tensor = not inspect.isclass(row.call) or isinstance(good, Tensor)
-            what = role(row, argument)
-            fine = row.fine.get(argument, ())
-            if what in TENSORS and what != "scores" and is_tensor and "meta" not in fine:
-                yield name, argument
-
-
-def scalar_cases() -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Pairs of an argument and a value."""
-    for name, row in ROWS.items():
-        for argument in row.good:
-            fine = [*row.fine.get(argument, ()), *((None,) if takes_none(row, argument) else ())]
-            if row.call not in OF_OPERATORS:
-                fine.append(HUGE)
-            for value in SCALARS.get(role(row, argument), ()):
-                if not any(value is v or (isinstance(value, (int, float)) and value == v) for v in fine):
-                    yield name, (argument, value)
-
-
-def check_each(check: Callable[[Any], None], values: Iterable[Any]) -> None:
-    found = []
-    for value in values:
-        try:
-            check(value)
-        except (Exception, pytest.fail.Exception) as error:
-            found.append(f"{value!r}: {error!r}")
-    assert not found, "\n".join(found)
-
-
-def ways(row: Row, argument: str) -> list[dict[str, Any]]:
-    """The good arguments; and without a mask, where an operator may take a shorter way."""
-    shorter = "mask" in row.good and argument != "mask" and row.call in OF_OPERATORS
-    return [row.good, {**row.good, "mask": None}] if shorter else [row.good]
-
-
-def typename(value: Any) -> str:
-    return type(value).__name__
-
-
-def assert_refused(row: Row, argument: str, value: Any, errors: tuple[type[Exception], ...]) -> None:
-    for good in ways(row, argument):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(Exception) as info:  # noqa: PT011, its type and message are asserted
-                row(**{**good, argument: value})
-        assert_named(info.value, argument, value, errors)
-
-
-def assert_named(error: Exception, argument: str, value: Any, errors: tuple[type[Exception], ...]) -> None:
-    message = str(error)
-    assert type(error) in errors, repr(error)
-    assert re.match(rf"{argument} must ", message), message
-    # the value, its type, or what is wrong with a part of it
-    if isinstance(value, Tensor):
-        said = ["Tensor", "but got tensor(", f"{value.dtype}", "layout", "nested", "but got meta"]
-    else:
-        parts = (value, *value) if isinstance(value, (list, tuple)) else (value,)
-        said = [each(part) for part in parts for each in (str, typename)]
-    assert any(word in message for word in said) or "but got 1 values" in message, message
-    assert "INTERNAL ASSERT" not in message and not re.search(r"/\w+/|\.cpp|\.cc|\.h:", message), message
-
-
-def test_every_public_call_has_a_row() -> None:
-    rows = {name.partition(" ")[0] for name in ROWS}
-    rows |= {name.rpartition(".")[0] for name in rows}
-    assert set(PUBLIC) - RECORDS - OF_MODULES <= rows
-
-
-def test_every_layer_and_loss_has_a_row_for_its_forward() -> None:
-    for name, call in PUBLIC.items():
-        if inspect.isclass(call) and issubclass(call, nn.Module) and name != "khot.nn.Anneal":
-            assert f"{name}.forward" in ROWS, name
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_every_argument_has_a_good_value(name: str) -> None:
-    row = ROWS[name]
-    optional = {"probs", "logits", "adjust", "baseline", "design", "estimator", "indices", "cost"}
-    optional |= {"weights", "out_features", "target", "refine"}  # of which some exclude others
-    optional |= {"candidates", "gap"}  # which hard=True and a larger top_k exclude, or hard=False
-    assert set(parameters(row)) - set(row.good) - UNCHECKED - set(flags_of(row)) - optional <= {
-        "key_padding_mask",
-        "attn_mask",
-        "p",
-    }
-    row()
-
-
-@by_row(tensor_cases())
-def test_tensors_that_one_cannot_compute_with(row: Row, cases: list[tuple[str, str]]) -> None:
-    def check(case: tuple[str, str]) -> None:
-        argument, kind = case
-        good = as_tensor(row.good[argument])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a layout is in beta
-            value = HOSTILE[kind](good)
-        if kind in TENSORS[role(row, argument)] or (good.dtype == torch.bool and kind == "bool"):
-            torch.testing.assert_close(row(**{argument: value}), row(**{argument: good}))
-        else:
-            assert_refused(row, argument, value, (TypeError, ValueError))
-
-    check_each(check, cases)
-
-
-@by_row(meta_cases())
-def test_meta_tensors_where_values_are_needed(row: Row, cases: list[str]) -> None:
-    """The other arguments have values."""
-
-    def check(argument: str) -> None:
-        assert_refused(row, argument, as_tensor(row.good[argument]).to("meta"), (ValueError,))
-
-    check_each(check, cases)
-
-
-@by_row(scalar_cases())
-def test_scalars_that_no_argument_takes(row: Row, cases: list[tuple[str, Any]]) -> None:
-    def check(case: tuple[str, Any]) -> None:
-        argument, value = case
-        what = role(row, argument)
-        of_type = str if what == "cdf" else numbers.Real
-        errors: tuple[type[Exception], ...] = (TypeError, ValueError)
-        # a tuple may be a pair of bounds
-        if what not in ("name", "widths", "balancer") and not isinstance(value, tuple):
-            if not isinstance(value, of_type) or isinstance(value, bool):
-                errors = (TypeError,)
-            elif argument == "dim" and isinstance(value, int):
-                errors = (IndexError,)
-        assert_refused(row, argument, value, errors)
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and value != HUGE
-        checked = what in IN_TENSORS and "tensor" not in row.fine.get(argument, ())
-        if is_number and checked and not inspect.isclass(row.call):
-            with pytest.raises(ValueError, match=rf"^{argument} must .*got .*{float(value):g}"):
-                row(**{argument: torch.tensor(float(value))})
-
-    check_each(check, cases)
-
-
-# ---------------------------------------------------------------------------------------------- the flags
-
-NOT_FLAGS = ("False", "", 0, 1, None, 0.0, [True], MASK, torch.tensor(True), np.bool_(True))
-
-
-@by_row((name, flag) for name, row in ROWS.items() for flag in flags_of(row))
-def test_flags_that_are_not_bool(row: Row, cases: list[str]) -> None:
-    """As in torch, which does not take 0 and 1 or NumPy's bool either. A call without a mask may take a
-    shorter way."""
-
-    def check(case: tuple[str, Any]) -> None:
-        flag, value = case
-        for good in ways(row, flag):
-            with pytest.raises(TypeError) as info:
-                row.call(**{**good, flag: value})
-            assert str(info.value) == f"{flag} must be a bool, but got {type(value).__name__}"
-
-    taken = {flag: takes_none(row, flag) for flag in cases}
-    check_each(check, [(flag, v) for flag in cases for v in NOT_FLAGS if v is not None or not taken[flag]])
-
-
-def test_every_flag_has_a_row() -> None:
-    """Those of public functions and constructors, and of the methods of public classes."""
-    calls = dict(PUBLIC)
-    for name, call in PUBLIC.items():
-        if inspect.isclass(call):
-            methods = inspect.getmembers(call, inspect.isfunction)
-            ours = [m for m in methods if m[1].__module__.startswith("khot") and not m[0].startswith("_")]
-            calls |= {f"{name}.{method}": function for method, function in ours}
-    wanted = {(name, flag) for name, call in calls.items() if name not in RECORDS for flag in flags(call)}
-    wanted = {(name, flag) for name, flag in wanted if not name.endswith(".train")}  # torch checks its mode
-    have = {(name.partition(" ")[0], flag) for name, row in ROWS.items() for flag in flags_of(row)}
-    assert len(wanted) > 50
-    assert wanted - have == set()
-
-
-@pytest.mark.parametrize(
-    "flag, call",
-    [
-        ("keepdim", lambda: khot.quantile(X, 0.5, -1, MASK)),
-        ("keepdim", lambda: khot.soft_quantile(X, 0.5, -1, MASK)),
-        ("keepdim", lambda: khot.soft_median(X, -1, MASK)),
-        ("validate_args", lambda: distributions.ConditionalPoisson(2, X, MASK)),
-        ("is_causal", lambda: khot.nn.topk_attention(*ATTENDED.values(), 2, None, 0.0, MASK)),
-        ("bias", lambda: khot.nn.TopKAttention(4, 2, 2, 0.0, MASK)),
-        ("need_weights", lambda: khot.nn.TopKAttention(4, 2, 2)(*ATTENDED.values(), None, MASK)),
-    ],
-)
-def test_a_mask_in_the_place_of_a_flag_is_named(flag: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=f"^{flag} must be a bool, but got Tensor$"):
-        call()
