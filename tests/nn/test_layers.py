@@ -313,3 +313,59 @@ def test_autocast(row: Layer) -> None:
 @each_layer
 def test_repr_tells_the_arguments(row: Layer) -> None:
     assert "=" in repr(make(row))
+
+
+#: Of these, inputs have any width.
+ANY_WIDTH = {"SoftTopK", "SoftKNN"}
+NAMES = {"QuantileBalancer": "scores", "TopKAttention": "query"}  # of the first input, elsewhere input
+
+
+# before broadcasting hides the error
+@pytest.mark.parametrize(
+    "row",
+    [r for r in LAYERS if r.inputs and r.name[0].isupper() and r.name.partition("-")[0] not in ANY_WIDTH],
+    ids=lambda row: row.name,
+)
+def test_an_input_of_another_width_is_named(row: Layer) -> None:
+    given, *others = row.inputs
+    for width in (1, given.shape[-1] - 1, given.shape[-1] + 1, 2 * given.shape[-1]):
+        name = NAMES.get(row.name.partition("-")[0], "input")
+        assert_width_is_named(make(row), name, given, width, lambda layer, x: layer(x, *others))
+
+
+def assert_width_is_named(
+    layer: nn.Module, name: str, good: Tensor, width: int, call: Callable[[Any, Tensor], object]
+) -> None:
+    bad = torch.zeros(*good.shape[:-1], width, dtype=good.dtype)
+    said = f"{name} must have shape (..., {good.shape[-1]}) for this "
+    for training in (True, False):
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}") as info:
+            call(layer.train(training), bad)
+        assert str(info.value).endswith(f", but got shape {tuple(bad.shape)}")
+
+
+@pytest.mark.parametrize("width", [1, 7, 9, 16])
+def test_other_inputs_of_another_width_are_named(width: int) -> None:
+    good = torch.zeros(3, 3, 8)
+    attention, sae = khot.nn.TopKAttention(8, 2, 2, batch_first=True), khot.nn.TopKSAE(8, 16, 4)
+    cases: dict[str, tuple[nn.Module, Callable[[Any, Tensor], object]]] = {
+        "key": (attention, lambda layer, x: layer(good, x, good)),
+        "value": (attention, lambda layer, x: layer(good, good, x)),
+        "code": (khot.nn.TopKSAE(5, 8, 4), khot.nn.TopKSAE.decode),
+    }
+    for name, (layer, call) in cases.items():
+        assert_width_is_named(layer, name, good, width, call)
+    for call in (khot.nn.TopKSAE.encode, khot.nn.TopKSAE.top):
+        assert_width_is_named(sae, "input", good, width, call)
+    knn = khot.nn.SoftKNN(2, 3)
+    for find in (knn, knn.predict):
+        with pytest.raises(ValueError, match=rf"equally many features .* \(3, 8\) and \(5, {width}\)"):
+            find(good[0], torch.zeros(5, width), torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=rf"query and key .* \(3, 3, 8\) and \(3, 3, {width}\)"):
+        khot.nn.topk_attention(good, torch.zeros(3, 3, width), good, 2)
+    with pytest.raises(ValueError, match=rf"key and value .* \(3, 3, 8\) and \(3, {width}, 8\)"):
+        khot.nn.topk_attention(good, good, torch.zeros(3, width, 8), 2)
+    with pytest.raises(
+        ValueError, match=rf"the same shape \(\.\.\., m\), but got \(3, {width}\) and \(3, 4\)"
+    ):
+        sae.decode(torch.zeros(3, width), torch.zeros(3, 4).long())
