@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 import time
 import weakref
@@ -174,30 +175,83 @@ def test_make_permanent() -> None:
     assert set(model.state_dict()) == set(mlp().state_dict())
 
 
-def test_refuses() -> None:
-    layer = nn.Linear(6, 5)
-    for amount in (-1, 31, 1.5, -0.1):
-        with pytest.raises(ValueError, match="amount must"):
-            prune_magnitude(layer, "weight", amount)
-    with pytest.raises(TypeError, match="amount must"):
-        prune_magnitude(layer, "weight", True)
-    with pytest.raises(ValueError, match="tau must"):
-        prune_magnitude(layer, "weight", 0.5, tau=0)
-    with pytest.raises(ValueError, match="p must"):
-        prune_magnitude(layer, "weight", 0.5, p=4)
-    with pytest.raises(AttributeError):
-        prune_magnitude(layer, "wait", 0.5)
-    with pytest.raises(ValueError, match="parameters must"):
-        prune_global([], 0.5)
-    with pytest.raises(ValueError, match="parameters must"):
-        prune_global([(layer, "weight"), (layer, "weight")], 0.5)
+SHARES = r"amount must keep {} to {} of the 30 entries, .* but it keeps {}$"
+OF_PRICES, PAIRS = (
+    r"^min_share and max_share must be 0 and 1",
+    r"must be pairs \(module, name\), such as \[\(m",
+)
+REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+    "prune_magnitude": [
+        *(({"amount": amount}, ValueError, "^amount must") for amount in (-1, 31, 1.5, -0.1)),
+        ({"amount": True}, TypeError, "^amount must"),
+        ({"tau": 0}, ValueError, "^tau must"),
+        ({"p": 4}, ValueError, "^p must"),
+        ({"name": "wait"}, AttributeError, "wait"),
+    ],
+    "prune_n_m": [
+        ({"n": 3, "m": 2}, ValueError, "^n must"),
+        ({"n": -1}, ValueError, "^n must"),
+        ({"n": 1.5}, TypeError, "^n must"),
+        ({"m": 0}, ValueError, "^m must"),
+        ({"m": 4}, ValueError, "^m must divide the size of 'weight' along dim 1, which is 6, but got 4"),
+        ({"tau": 0}, ValueError, "^tau must"),
+        ({"dim": 2}, IndexError, "^dim must"),
+        ({"name": "wait"}, AttributeError, "wait"),
+    ],
+    "prune_global": [
+        ({"parameters": []}, ValueError, "^parameters must"),
+        ({"parameters": "twice"}, ValueError, "^parameters must"),
+        *(({"parameters": wrong}, TypeError, PAIRS) for wrong in (nn.Linear(3, 3), [nn.Linear(3, 3)])),
+        *(({"parameters": [wrong]}, TypeError, PAIRS) for wrong in (torch.ones(3), (nn.Linear(3, 3), 1), ())),
+        ({"by": "scores"}, ValueError, r"^by must be one of .* did you mean 'score'"),
+        ({"by": "score", "tau": 0.5, "p": 1.5}, ValueError, r"^p must be 2 with by='score', but got 1\.5"),
+        ({"by": "score"}, ValueError, r"^tau must be given with by='score', .*Anneal\(100 \* r, r, steps\)"),
+        ({"min_share": -0.1}, ValueError, "^min_share must"),
+        ({"min_share": 1.1}, ValueError, "^min_share must"),
+        ({"min_share": math.nan}, ValueError, "^min_share must"),
+        ({"min_share": "a lot"}, TypeError, "^min_share must"),
+        ({"max_share": 1.5}, ValueError, "^max_share must"),
+        ({"min_share": 0.5, "max_share": 0.4}, ValueError, "^max_share must"),
+        ({"amount": 0.9, "min_share": 0.2}, ValueError, SHARES.format(6, 30, 3)),
+        ({"amount": 15, "max_share": 0.4}, ValueError, SHARES.format(0, 12, 15)),
+        ({"cost": [1, 1]}, ValueError, r"^cost must have one entry per parameter, 1, but got 2"),
+        *(({"cost": wrong}, TypeError, r"^cost must be a list") for wrong in (3.0, torch.ones(1), "1")),
+        *(({"cost": [wrong]}, ValueError, r"^cost must be finite") for wrong in (-1, math.inf, math.nan)),
+        ({"cost": ["a"]}, TypeError, r"^cost must be a real number"),
+        ({"cost": [torch.ones(6).bool()]}, TypeError, r"^cost must be a real"),
+        ({"cost": [-2 * torch.ones(6)]}, ValueError, r"^cost must be finite and >= 0, but got -2"),
+        ({"cost": [torch.ones(4)]}, ValueError, r"^cost must broadcast to 'weight' of shape \(5, 6\)"),
+        *(({"cost": [1], name: 0.5}, ValueError, OF_PRICES) for name in ("min_share", "max_share")),
+        ({"cost": [2], "amount": 61}, ValueError, r"^amount must lie in \[0, 60\], but got 61"),
+        ({"cost": [2], "amount": 1.1}, ValueError, r"^amount must lie in \[0, 1\]"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    layer, prune = nn.Linear(6, 5), getattr(khot.nn, name)
+    pair: dict[str, Any] = {"module": layer, "name": "weight"}
+    good = pair | ({"n": 1, "m": 3} if name == "prune_n_m" else {"amount": 0.5})
+    if name == "prune_global":
+        good = {"parameters": [(layer, "weight")], "amount": 0.5}
+    for changed, error, message in REFUSED[name]:
+        if changed.get("parameters") == "twice":
+            changed = {"parameters": good["parameters"] * 2}
+        with pytest.raises(error, match=message):
+            prune(**good | changed)
+        assert not parametrize.is_parametrized(layer), changed
     with pytest.raises(ValueError, match="module must"):
         make_permanent(layer)
-    assert not parametrize.is_parametrized(layer)
-    prune_magnitude(layer, "weight", 0.5)
-    with pytest.raises(ValueError, match="name must"):
-        prune_magnitude(layer, "weight", 0.5)
-    assert "amount=0.5, tau=1.0, p=2.0" in repr(layer)
+    prune(**good | ({"min_share": 0.2} if name == "prune_global" else {}))
+    said = {
+        "prune_magnitude": "amount=0.5, tau=1.0, p=2.0)",
+        "prune_n_m": "n=1, m=3, dim=1, tau=1.0)",
+        "prune_global": "amount=0.5, tau=1.0, p=2.0, min_share=0.2, max_share=1.0)",
+    }
+    assert said[name] in repr(layer)
+    with pytest.raises(ValueError, match="must"):
+        prune(**good)
 
 
 class Pause:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from khot.nn import make_permanent, prune_global, prune_magnitude, prune_n_m
+import pruned
+from khot.nn import make_permanent, prune_global, prune_magnitude
 
 # what importing and training with the package warns of is its own
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,35 +29,8 @@ class Model(nn.Module):
         return self.head(self.b(self.a(x).relu()).relu())
 
 
-def one_by_one(model: Model) -> None:
-    for layer in (model.a, model.b, model.head):
-        prune_magnitude(layer, "weight", 0.4)
-
-
-def blocks(model: Model) -> None:
-    for layer in (model.a, model.b, model.head):
-        prune_n_m(layer, "weight", 2, 4)
-
-
-def together(model: Model, **options: Any) -> None:
-    prune_global([(layer, "weight") for layer in (model.a, model.b, model.head)], 0.4, **options)
-    mix_scores(model)
-
-
-def mix_scores(model: nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("score"):
-                parameter.normal_()
-
-
-KINDS: dict[str, Any] = {
-    "one by one": one_by_one,
-    "together": together,
-    "score": lambda model: together(model, by="score", tau=0.5),
-    "n of m": blocks,
-    "one layer": lambda model: prune_magnitude(model.b, "weight", 0.5),
-}
+KINDS = {name: kind for name, kind in pruned.KINDS.items() if name in ("one by one", "n of m", "score")}
+KINDS |= {"together": pruned.together, "one layer": lambda model: prune_magnitude(model.b, "weight", 0.5)}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA": {},
@@ -170,7 +144,7 @@ def test_pruned_adapters_are_merged_and_saved(by: Any, tmp_path: Path) -> None:
     layers = [each for name, each in made.named_modules() if "lora_" in name and isinstance(each, nn.Linear)]
     trained(made)  # lora_B starts at 0
     prune_global([(layer, "weight") for layer in layers], 0.5, by=by, tau=0.5)
-    mix_scores(made)
+    pruned.mix_scores(made)
     trained(made)
     want = made.eval()(X).detach()
     make_permanent(made)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
-from khot.nn import Anneal, make_permanent, prune_global, prune_magnitude, prune_n_m
+from khot.nn import make_permanent, prune_global, prune_magnitude, prune_n_m
+from pruned import GROUPS, KINDS, linear, mix_scores, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:all entries of parameters")
 
@@ -42,52 +43,6 @@ def plain(seed: int) -> nn.Sequential:
     return model
 
 
-def linear(model: nn.Module) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
-
-
-def one_by_one(model: nn.Module, **options: Any) -> None:
-    for layer in linear(model):
-        prune_magnitude(layer, "weight", 0.5, **options)
-
-
-def together(model: nn.Module, **options: Any) -> None:
-    prune_global([(layer, "weight") for layer in linear(model)], 0.5, **options)
-
-
-def by_score(model: nn.Module) -> None:
-    together(model, by="score", tau=0.3)
-    mix_scores(model)
-
-
-def mix_scores(model: nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("score"):
-                parameter.normal_()
-
-
-def blocks(model: nn.Module) -> None:
-    for layer in linear(model):
-        prune_n_m(layer, "weight", 2, 4, tau=0.3)
-
-
-def weights_and_biases(model: nn.Module) -> None:
-    names = [(layer, name) for layer in linear(model) for name in ("weight", "bias")]
-    prune_global([(m, name) for m, name in names if not parametrize.is_parametrized(m, name)], 0.5)
-
-
-KINDS: dict[str, Callable[[nn.Module], None]] = {
-    "one by one": one_by_one,
-    "together": together,
-    "score": by_score,
-    "n of m": blocks,
-    "cost": lambda model: together(model, cost=[1.0, 2.0, 3.0]),
-    "shares": lambda model: together(model, min_share=0.2),
-    "annealed": lambda model: together(model, tau=Anneal(1.0, 0.1, 10)),
-    "weights and biases": weights_and_biases,
-}
-GROUPS = {name: kind for name, kind in KINDS.items() if name not in ("one by one", "n of m")}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 each_group = pytest.mark.parametrize("kind", GROUPS.values(), ids=GROUPS)
 

@@ -125,31 +125,3 @@ def test_a_state_dict_and_later_changes_of_the_costs() -> None:
     prune_global(members(plain), 0.5, cost=[1, 1])
     for a, b, c in zip(model.eval(), other.eval(), plain.eval(), strict=True):
         assert torch.equal(a.weight, b.weight) and torch.equal(a.weight, c.weight)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"cost": [1]}, ValueError, r"^cost must have one entry per parameter, 2, but got 1"),
-        ({"cost": 3.0}, TypeError, r"^cost must be a list"),
-        ({"cost": torch.ones(2)}, TypeError, r"^cost must be a list"),
-        ({"cost": "12"}, TypeError, r"^cost must be a list"),
-        ({"cost": [-1, 1]}, ValueError, r"^cost must be finite and >= 0, .*but got -1"),
-        ({"cost": [math.inf, 1]}, ValueError, r"^cost must be finite"),
-        ({"cost": [math.nan, 1]}, ValueError, r"^cost must be finite"),
-        ({"cost": ["a", 1]}, TypeError, r"^cost must be a real number"),
-        ({"cost": [torch.tensor([1.0, -2, 1]), 1]}, ValueError, r"^cost must be finite and >= 0, but got -2"),
-        ({"cost": [torch.ones(4), 1]}, ValueError, r"^cost must broadcast to 'weight' of shape \(2, 3\)"),
-        ({"cost": [torch.ones(3).bool(), 1]}, TypeError, r"^cost must be a real"),
-        ({"cost": [1, 1], "min_share": 0.1}, ValueError, r"^min_share and max_share must be 0 and 1"),
-        ({"cost": [1, 1], "max_share": 0.9}, ValueError, r"^min_share and max_share must be 0 and 1"),
-        ({"cost": [2, 1], "amount": 19}, ValueError, r"^amount must lie in \[0, 18\], but got 19"),
-        ({"cost": [2, 1], "amount": 1.1}, ValueError, r"^amount must lie in \[0, 1\]"),
-    ],
-    ids=str,
-)
-def test_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    model = model_of()
-    with pytest.raises(error, match=message):
-        prune_global(members(model), **{"amount": 0.5, **options})
-    assert all(type(layer) is nn.Linear for layer in model)

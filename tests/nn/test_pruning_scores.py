@@ -125,19 +125,3 @@ def test_scores_of_half_precision_weights_are_kept_in_single() -> None:
     assert {score.dtype for score in scores(model)} == {torch.float32}
     model(torch.randn(2, 6, dtype=torch.bfloat16)).sum().backward()
     assert model[0].weight.dtype == torch.bfloat16  # type: ignore[union-attr]
-
-
-def test_refuses() -> None:
-    layer = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"by must be one of .* did you mean 'score'"):
-        prune_global([(layer, "weight")], 0.5, by="scores")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"p must be 2 with by='score', but got 1\.5"):
-        prune_global([(layer, "weight")], 0.5, tau=0.5, by="score", p=1.5)
-    with pytest.raises(
-        ValueError, match=r"tau must be given with by='score', .*Anneal\(100 \* r, r, steps\)"
-    ):
-        prune_global([(layer, "weight")], 0.5, by="score")
-    for parameters in (layer, [layer.weight], [layer], [(layer, 1)], [(layer,)]):
-        with pytest.raises(TypeError, match=r"must be pairs \(module, name\), such as \[\(m, .weight.\)"):
-            prune_global(parameters, 0.5)  # type: ignore[arg-type]
-    assert not nn.utils.parametrize.is_parametrized(layer)

@@ -8,7 +8,6 @@ import random
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from khot.nn import _handed_out, make_permanent, prune_global, prune_magnitude, prune_n_m
+import pruned
+from khot.nn import _handed_out, make_permanent, prune_n_m
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -25,20 +25,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 def model_of(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).to(dtype)
-    layers = [model[0], model[2]]
-    if kind == "one by one":
-        for layer in layers:
-            prune_magnitude(layer, "weight", 0.5)
-    elif kind == "n of m":
-        for layer in layers:
-            prune_n_m(layer, "weight", 2, 4)
-    else:
-        options: dict[str, Any] = {"score": {"by": "score", "tau": 1.0}, "cost": {"cost": [1, 2]}}
-        prune_global([(layer, "weight") for layer in layers], 0.5, **options.get(kind, {}))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("score"):
-                    parameter.normal_()
+    pruned.KINDS[kind](model)
     return model
 
 
