@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.utils._pytree import tree_leaves
 
 import khot
+import modes
 import single
 from differences import error
 from khot import cdfs
@@ -235,16 +236,74 @@ LOGITS = torch.tensor([[0.5, -1.0, 2.0, 0.3, -0.4], [0.0, 0.1, -3.0, 0.7, 1.0]])
 K_HOT = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0, 0.0]])
 
 
-def agree(device: single.Device, function: Callable[..., Tensor], *args: Tensor, **options: Any) -> None:
-    """The value and gradients on the device agree with those in float64 on the CPU."""
+LABEL, ORDER = torch.tensor([2, 4]), torch.tensor([[0, 3, 1, 2, 4], [4, 3, 2, 1, 0]])
+losses, baselines, poisson = khot.losses, khot.baselines, khot.sampling.conditional_poisson
+natural, given = khot.distributions.ConditionalPoisson, khot.distributions.KHot
+
+
+def prescribed(logits: Tensor) -> khot.distributions.KHot:
+    return given(3, logits=logits, design="conditional_poisson")
+
+
+def cross_entropy(**options: Any) -> Callable[[Tensor], Tensor]:
+    loss = losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5}, **options)
+    return lambda x: loss(x, LABEL.to(x.device))
+
+
+def ranked(name: str, *k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: getattr(losses, f"{name}_loss")(x, K_HOT.to(x), *k, tau=0.5)
+
+
+#: Functions of logits, of probabilities where that is said, or of two rows of logits.
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    **{
+        f"conditional_poisson.{name}": partial(getattr(poisson, name), k=3)
+        for name in ("log_normalizer", "marginals", "joint_marginals", "entropy")
+    },
+    "conditional_poisson.log_prob": lambda x: poisson.log_prob(K_HOT.to(x.device), x, 3),
+    "conditional_poisson.kl": lambda x: poisson.kl(x, x.flip(-1), 3),
+    "score_function": lambda x: khot.estimators.score_function(x[0], x[1], "leave_one_out"),
+    "ConditionalPoisson, entropy": lambda x: natural(3, x).entropy(),
+    "KHot, entropy": lambda x: prescribed(x).entropy(),
+    "kl_divergence": lambda x: torch.distributions.kl_divergence(prescribed(x), natural(3, x)),
+    "FenchelYoungTopKLoss": lambda x: losses.FenchelYoungTopKLoss(3)(x, K_HOT.to(x)),
+    "TopKCrossEntropyLoss": cross_entropy(),
+    "TopKCrossEntropyLoss, softmax": cross_entropy(top1_mode="softmax", m=4),
+    "TopKCrossEntropyLoss, cross-entropy": cross_entropy(top1_mode="cross_entropy", m=4),
+    "permutation_cross_entropy": lambda x: losses.permutation_cross_entropy(x, ORDER.to(x.device)),
+    "size_penalty of probabilities": lambda p: losses.size_penalty(p, 0.1),
+    **{f"{name}_loss": ranked(name) for name in ("spearman", "ndcg", "average_precision")},
+    **{f"{name}_loss at 2": ranked(name, 2) for name in ("ndcg", "recall_at_k", "precision_at_k")},
+    "log_rank_loss": lambda x: losses.log_rank_loss(x, K_HOT.to(x)),
+    **{
+        f"baselines.{name}_topk": partial(getattr(baselines, f"{name}_topk"), k=2)
+        for name in ("sequential_softmax", "rescaled_sigmoid", "masked_softmax", "neuralsort", "softsort")
+        + ("pav", "generic_pav", "root_finding")
+    },
+    **{
+        f"baselines.{name}_topk": partial(getattr(baselines, f"{name}_topk"), k=2, iterations=5)
+        for name in ("sinkhorn", "sorted_sinkhorn", "block_ascent")
+    },
+    "baselines.neuralsort_permutation": baselines.neuralsort_permutation,
+    "baselines.softsort_permutation": baselines.softsort_permutation,
+    "soft_assign": partial(khot.soft_assign, k=2, tau=0.5),
+    "soft_assign, at most": partial(khot.soft_assign, k=2, capacity=1.0, tau=0.5, at_most=True),
+    **{
+        f"soft_assign, bounded, {cdf}": partial(khot.soft_assign, k=(1, 2), total=3.2, tau=0.5, cdf=cdf)
+        for cdf in ("logistic", "uniform")
+    },
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients(name: str, device: single.Device) -> None:
+    """Agree with those in float64 on the CPU."""
 
     def run(put: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:
-        there = [put(a.to(dtype) if a.is_floating_point() else a) for a in args]
-        leaves = [a.requires_grad_() for a in there if a.is_floating_point()]
-        y = function(*there, **options)
+        leaf = put((PROBS if "of probabilities" in name else LOGITS).to(dtype)).requires_grad_()
+        y = FUNCTIONS[name](leaf)
         cotangent = put(torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).to(dtype))
-        grads = torch.autograd.grad(y, leaves, cotangent.to(y.dtype), allow_unused=True)
-        return [y, *(g for g in grads if g is not None)]
+        return [y, *torch.autograd.grad(y, leaf, cotangent.to(y.dtype))]
 
     got, want = run(device.put, torch.float32), run(torch.clone, torch.float64)
     errors = [error(device.fetch(g), w.detach()) for g, w in zip(got, want, strict=True)]
@@ -268,19 +327,11 @@ def test_gumbel_topk(device: single.Device) -> None:
     assert torch.equal(x.sum(-1), torch.full((8, 2), 2.0))
 
 
-@pytest.mark.parametrize("name", ["log_normalizer", "marginals", "joint_marginals", "entropy"])
-def test_conditional_poisson(name: str, device: single.Device) -> None:
-    agree(device, getattr(khot.sampling.conditional_poisson, name), LOGITS, k=3)
-
-
-def test_conditional_poisson_of_two(device: single.Device) -> None:
-    design = khot.sampling.conditional_poisson
-    agree(device, lambda theta: design.log_prob(K_HOT.to(theta.device), theta, 3), LOGITS)
-    agree(device, lambda p, q: design.kl(p, q, 3), LOGITS, LOGITS.flip(-1))
+def test_conditional_poisson(device: single.Device) -> None:
     # calibrated for what float32 makes of the probabilities
-    theta = device.fetch(design.calibrate(device.put(PROBS)))
-    assert error(theta, design.calibrate(PROBS).double()) <= 1e-5
-    x = device.fetch(design.sample(device.put(LOGITS), 3, sample_shape=(8,)))
+    theta = device.fetch(poisson.calibrate(device.put(PROBS)))
+    assert error(theta, poisson.calibrate(PROBS).double()) <= 1e-5
+    x = device.fetch(poisson.sample(device.put(LOGITS), 3, sample_shape=(8,)))
     assert torch.equal(x.sum(-1), torch.full((8, 2), 3.0))
 
 
@@ -297,11 +348,6 @@ def test_estimators(estimator: str, device: single.Device) -> None:
     assert device.fetch(grad).isfinite().all()
 
 
-def test_score_function(device: single.Device) -> None:
-    score = khot.estimators.score_function
-    agree(device, lambda loss, log_p: score(loss, log_p, "leave_one_out"), LOGITS[0], LOGITS[1])
-
-
 @pytest.mark.parametrize("design", ["conditional_poisson", "sampford"])
 def test_khot_distribution(design: str, device: single.Device) -> None:
     def log_prob(probs: Tensor) -> Tensor:
@@ -314,17 +360,7 @@ def test_khot_distribution(design: str, device: single.Device) -> None:
     assert error(there, log_prob(PROBS)) <= 2e-6
 
 
-def test_distributions(device: single.Device) -> None:
-    natural = khot.distributions.ConditionalPoisson
-    agree(device, lambda logits: natural(3, logits).entropy(), LOGITS)
-    given = khot.distributions.KHot
-    agree(device, lambda logits: given(3, logits=logits, design="conditional_poisson").entropy(), LOGITS)
-
-    def kl(logits: Tensor) -> Tensor:
-        p = given(3, logits=logits, design="conditional_poisson")
-        return torch.distributions.kl_divergence(p, natural(3, logits))
-
-    agree(device, kl, LOGITS)
+def test_samples_of_distributions(device: single.Device) -> None:
     for p in (
         given(3, logits=device.put(LOGITS)),
         natural(3, device.put(LOGITS)),
@@ -340,127 +376,36 @@ def test_distributions(device: single.Device) -> None:
         assert device.fetch(p.log_prob(x)).isfinite().all()
 
 
-def test_losses(device: single.Device) -> None:
-    losses = khot.losses
-    agree(device, lambda x: losses.FenchelYoungTopKLoss(3)(x, K_HOT.to(x)), LOGITS)
-    agree(device, lambda x: losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5})(x, label.to(x.device)), LOGITS)
-    for mode in ("softmax", "cross_entropy"):
-        restricted = losses.TopKCrossEntropyLoss({1: 0.5, 2: 0.5}, top1_mode=mode, m=4)
-        agree(device, lambda x, f=restricted: f(x, label.to(x.device)), LOGITS)
-    agree(device, lambda x: losses.permutation_cross_entropy(x, order.to(x.device)), LOGITS)
-    agree(device, lambda p: losses.size_penalty(p, 0.1), PROBS)
-    for ranking in (losses.spearman_loss, losses.ndcg_loss, losses.average_precision_loss):
-        agree(device, lambda x, f=ranking: f(x, K_HOT.to(x), tau=0.5), LOGITS)
-    agree(device, lambda x: losses.log_rank_loss(x, K_HOT.to(x)), LOGITS)
-    for at_k in (losses.ndcg_loss, losses.recall_at_k_loss, losses.precision_at_k_loss):
-        agree(device, lambda x, f=at_k: f(x, K_HOT.to(x), 2, tau=0.5), LOGITS)
-
-
-label = torch.tensor([2, 4])
-order = torch.tensor([[0, 3, 1, 2, 4], [4, 3, 2, 1, 0]])
-
-
-def test_baselines(device: single.Device) -> None:
-    for function, options in [
-        (khot.baselines.sequential_softmax_topk, {}),
-        (khot.baselines.rescaled_sigmoid_topk, {}),
-        (khot.baselines.sinkhorn_topk, {"iterations": 5}),
-        (khot.baselines.sorted_sinkhorn_topk, {"iterations": 5}),
-        (khot.baselines.masked_softmax_topk, {}),
-        (khot.baselines.neuralsort_topk, {}),
-        (khot.baselines.softsort_topk, {}),
-        (khot.baselines.pav_topk, {}),
-        (khot.baselines.generic_pav_topk, {}),
-        (khot.baselines.root_finding_topk, {}),
-        (khot.baselines.block_ascent_topk, {"iterations": 5}),
-    ]:
-        agree(device, lambda x, f=function, o=options: f(x, 2, **o), LOGITS)
-    for sort in (khot.baselines.neuralsort_permutation, khot.baselines.softsort_permutation):
-        agree(device, sort, LOGITS)
-
-
-@pytest.mark.parametrize("at_most", [False, True])
-def test_soft_assign(at_most: bool, device: single.Device) -> None:
-    capacity = 2.5 * len(LOGITS) / LOGITS.shape[-1] if at_most else None
-    agree(device, lambda x: khot.soft_assign(x, 2, capacity, tau=0.5, at_most=at_most), LOGITS)
-
-
-@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
-def test_soft_assign_within_bounds(cdf: Any, device: single.Device) -> None:
-    def call(x: Tensor) -> Tensor:
-        return khot.soft_assign(x, (1, 2), total=1.6 * len(LOGITS), tau=0.5, cdf=cdf)
-
-    agree(device, call, LOGITS)
-
-
-def _embed(module: torch.nn.Module, put: Callable[[Tensor], Tensor]) -> torch.nn.Module:
+def _embed(module: nn.Module, put: Callable[[Tensor], Tensor]) -> nn.Module:
     """The module, with its parameters and buffers put."""
     for part in module.modules():
         for name, value in part._parameters.items():
             if value is not None:
-                part._parameters[name] = torch.nn.Parameter(put(value.detach()))
+                part._parameters[name] = nn.Parameter(put(value.detach()))
         for name, value in part._buffers.items():
             if value is not None:
                 part._buffers[name] = put(value)
     return module
 
 
-def _routed(module: Any, x: Tensor) -> Tensor:
-    # below its forward, whose autocast does not know "meta"
-    scores = torch.nn.functional.linear(x, module.weight).log_softmax(-1)
-    return module._route(x, scores, None)[1]
+# the prices of a gate stay in float64
+@pytest.mark.parametrize(
+    "name", [name for name, row in modes.ROWS.items() if row.inputs and name != "KHotGate-prices"]
+)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_layers(training: bool, name: str, device: single.Device) -> None:
+    def run(module: nn.Module, put: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        module = _embed(module.train(training), put)
+        x = [put(v).requires_grad_(v.is_floating_point()) for v in modes.ROWS[name].inputs]
+        y = modes.output(module, tuple(x))
+        if y.requires_grad:
+            y.square().sum().backward()
+        return [y.detach(), *(leaf.grad for leaf in (*x, *module.parameters()))]
 
+    def there(v: Tensor) -> Tensor:
+        return device.put(v.float() if v.is_floating_point() else v)
 
-LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor]]] = {
-    "SoftTopK": (
-        lambda: khot.nn.SoftTopK(2, tau=khot.nn.Anneal(1.0, 0.25, steps=2)),
-        torch.nn.Module.__call__,
-    ),
-    "ExpertChoiceRouter": (lambda: khot.nn.ExpertChoiceRouter(8, 4, capacity=2.0), _routed),
-    "TokenChoiceRouter": (lambda: khot.nn.TokenChoiceRouter(8, 4, k=2), _routed),
-    "TopKRouter": (
-        lambda: khot.nn.TopKRouter(8, 4, k=2, capacity=1.5),
-        lambda module, x: module(x.unsqueeze(0)).topk_weights,
-    ),
-    "BalancedRouter": (lambda: khot.nn.BalancedRouter(8, 4, k=2), _routed),
-    "BalancedRouter in eval mode": (lambda: khot.nn.BalancedRouter(8, 4, k=2).eval(), _routed),
-    "TopKSAE": (lambda: khot.nn.TopKSAE(8, 16, k=4), torch.nn.Module.__call__),
-    "TopKAttention": (
-        lambda: khot.nn.TopKAttention(8, 2, top_k=2, batch_first=True),
-        lambda module, x: module(x.unsqueeze(0), x.unsqueeze(0), x.unsqueeze(0), need_weights=False)[0],
-    ),
-    "SoftKNN": (
-        lambda: khot.nn.SoftKNN(3, num_classes=2),
-        lambda module, x: module(x[:2], x, (x.detach()[:, 0] > 0).long()),
-    ),
-    "KHotGate": (lambda: khot.nn.KHotGate(8, k=3).eval(), torch.nn.Module.__call__),
-    "prune_magnitude": (
-        lambda: khot.nn.prune_magnitude(torch.nn.Linear(8, 4), "weight", 0.5, tau=0.5),
-        torch.nn.Module.__call__,
-    ),
-    "prune_n_m": (
-        lambda: khot.nn.prune_n_m(torch.nn.Linear(8, 4), "weight", tau=0.5),
-        torch.nn.Module.__call__,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str, device: single.Device) -> None:
-    make, call = LAYERS[name]
-    torch.manual_seed(0)
-    module = make()
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(5))
-    twin = copy.deepcopy(module)
-    want = x.double().requires_grad_()
-    got = device.put(x, requires_grad=True)
-    results = [
-        call(_embed(module, lambda v: v.double() if v.is_floating_point() else v), want),
-        call(_embed(twin, device.put), got),
-    ]
-    for result in results:
-        result.square().sum().backward()
-    pairs = [(results[1], results[0]), (got.grad, want.grad)]
-    pairs += [(b.grad, a.grad) for a, b in zip(module.parameters(), twin.parameters(), strict=True)]
-    errors = [error(device.fetch(g), w.detach()) for g, w in pairs if w is not None]
-    assert max(errors) <= 2e-5, errors
+    want, got = run(modes.make(name), torch.clone), run(modes.make(name).float(), there)
+    pairs = [(g, w) for g, w in zip(got, want, strict=True) if w is not None]
+    errors = [error(device.fetch(g), w) for g, w in pairs if g is not None]
+    assert len(errors) == len(pairs) and max(errors) <= 2e-5, errors
