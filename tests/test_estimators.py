@@ -232,6 +232,7 @@ def test_any_cdf_gives_the_probabilities_and_their_gradient(k: float | None, cdf
     ]
     noisy = logits.detach() + gumbel_noise(logits, generator=generator(3))
     torch.testing.assert_close(relaxed[0].detach(), khot.soft_topk(noisy, k, tau=0.7, cdf=cdf))
+    assert torch.equal(relaxed[1], khot.topk_mask(relaxed[0], k))
     grads = [torch.autograd.grad((x * v).sum(), logits)[0] for x in relaxed]
     torch.testing.assert_close(*grads)
 
@@ -272,8 +273,6 @@ def test_reinmax_with_infinite_logits_nan_and_dims() -> None:
     half = torch.randn(4, 6, dtype=torch.bfloat16, requires_grad=True)
     y = estimators.reinmax(half, 0)
     assert y.dtype == torch.bfloat16 and (y.sum(0) == 1).all()
-    with pytest.raises(ValueError, match="tau must"):
-        estimators.reinmax(THETA, tau=0.0)
 
 
 def test_second_order_has_no_gradient_in_k() -> None:
@@ -298,26 +297,13 @@ def test_gumbel_relaxed_has_the_exact_gradient() -> None:
     assert torch.autograd.gradcheck(relaxed, (theta, k, tau))
 
 
-def test_gumbel_hard_is_the_top_k_of_the_relaxed_one_with_its_gradient() -> None:
-    theta = torch.randn(30, 6, dtype=torch.float64, generator=generator(), requires_grad=True)
-    hard, soft = (
-        estimators.gumbel(theta, 2, tau=0.5, hard=hard, generator=generator(1)) for hard in (True, False)
-    )
-    assert torch.equal(hard, khot.topk_mask(soft, 2))
-    v = torch.randn(30, 6, dtype=torch.float64, generator=generator(2))
-    grads = [torch.autograd.grad((x * v).sum(), theta)[0] for x in (hard, soft)]
-    assert torch.equal(*grads)
-
-
-@pytest.mark.parametrize("name", ["gumbel", "imle"])
-def test_gumbel_and_imle_draw_without_replacement(name: str) -> None:
-    x = sample_khot(THETA.expand(50_000, -1), 2, estimator=name, generator=generator())
-    assert_frequencies(x, *gumbel_probs(THETA, 2))
-
-
-def test_imle_tau_scales_the_noise() -> None:
-    x = sample_khot(THETA.expand(50_000, -1), 2, estimator="imle", tau=0.5, generator=generator())
-    assert_frequencies(x, *gumbel_probs(THETA / 0.5, 2))
+@pytest.mark.parametrize(
+    "name, tau", [("gumbel", 1.0), ("imle", 1.0), ("imle", 0.5), ("sequential_softmax", 1.0)]
+)
+def test_draws_without_replacement(name: str, tau: float) -> None:
+    """The temperature of imle scales the noise."""
+    x = sample_khot(THETA.expand(50_000, -1), 2, estimator=name, tau=tau, generator=generator())
+    assert_frequencies(x.detach(), *gumbel_probs(THETA / tau, 2))
 
 
 def test_imle_is_a_difference_quotient_of_the_mean() -> None:
@@ -342,13 +328,8 @@ def test_simple_draws_conditional_poisson_and_has_the_gradient_of_its_marginals(
     assert_frequencies(draw.detach(), x, probs)
     (got,) = torch.autograd.grad(draw[0] @ v, theta)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-    named = sample_khot(
-        theta.expand(50_000, -1),
-        2,
-        estimator="simple",
-        design="conditional_poisson",
-        generator=generator(),
-    )
+    same = {"design": "conditional_poisson", "generator": generator()}
+    named = sample_khot(theta.expand(50_000, -1), 2, estimator="simple", **same)
     assert torch.equal(draw, named)
 
 
@@ -372,10 +353,6 @@ def test_size_penalty() -> None:
     assert losses.size_penalty(probs, weight).item() == pytest.approx(expected, rel=1e-14)
     assert torch.autograd.gradcheck(losses.size_penalty, (probs, weight))
     assert losses.size_penalty(torch.ones(3, dtype=torch.bfloat16), 0.5).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="weight must lie in"):
-        losses.size_penalty(probs, -1.0)
-    with pytest.raises(TypeError, match="probs must have a floating-point dtype"):
-        losses.size_penalty(torch.ones(3, dtype=torch.long), 1.0)
 
 
 # ------------------------------------------------------------------------------------------ score_function
@@ -528,13 +505,9 @@ def test_masks_in_a_trace_and_under_vmap() -> None:
 def test_score_function_refuses() -> None:
     with pytest.raises(ValueError, match=r"log_prob must have the loss's shape \(3,\), but got \(3, 1\)"):
         estimators.score_function(torch.ones(3), torch.ones(3, 1))
-    with pytest.raises(ValueError, match="baseline must be None or 'leave_one_out', but got 'mean'"):
-        estimators.score_function(torch.ones(3), torch.ones(3), "mean")
     for one in (torch.ones(1), torch.ones(())):
         with pytest.raises(ValueError, match="at least 2 samples"):
             estimators.score_function(one, one, "leave_one_out")
-    with pytest.raises(TypeError, match="loss must have a floating-point dtype"):
-        estimators.score_function(torch.ones(3, dtype=torch.long), torch.ones(3))
 
 
 # ----------------------------------------------------------------------------- sequential_softmax and ncpss
@@ -562,11 +535,6 @@ def test_sequential_softmax_is_the_relaxation_of_the_perturbed_logits(tau: float
         places = noisy.argsort(-1, descending=True).argsort(-1)
         torch.testing.assert_close(x.detach(), (places < 3).double() if hard else relaxed.detach())
         torch.testing.assert_close(torch.autograd.grad((x * v).sum(), theta)[0], expected)
-
-
-def test_sequential_softmax_draws_without_replacement() -> None:
-    x = estimators.sequential_softmax(THETA.expand(20_000, -1), 2, generator=generator())
-    assert_frequencies(x, *gumbel_probs(THETA, 2))
 
 
 def scaled(p: list[float], size: float) -> list[float]:
@@ -646,22 +614,7 @@ def test_options_go_with_the_estimators_that_take_them(name: str, option: str) -
             sample_khot(THETA, estimator=name, **options)
 
 
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda: sample_khot(THETA, 2.5, estimator="simple"), ValueError, "k must be an integer"),
-        (lambda: sample_khot(THETA, 2, design="poisson"), ValueError, "design must be one of"),
-        (
-            lambda: sample_khot(THETA, 2, estimator="simple", design="pareto"),
-            ValueError,
-            "design must be None or 'conditional_poisson'",
-        ),
-        *[
-            (lambda name=name: sample_khot(THETA, 2.5, estimator=name), ValueError, "k must be an integer")
-            for name in ("sequential_softmax", "ncpss")
-        ],
-    ],
-)
-def test_bad_input_is_named(call: Callable[[], Tensor], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+@pytest.mark.parametrize("name", ["simple", "sequential_softmax", "ncpss"])
+def test_sizes_that_are_no_integers(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^k must be an integer"):
+        sample_khot(THETA, 2.5, estimator=name)

@@ -254,6 +254,7 @@ def ranked(name: str, *k: int) -> Callable[[Tensor], Tensor]:
     return lambda x: getattr(losses, f"{name}_loss")(x, K_HOT.to(x), *k, tau=0.5)
 
 
+PLAIN = "sequential_softmax rescaled_sigmoid masked_softmax neuralsort softsort pav generic_pav root_finding"
 #: Functions of logits, of probabilities where that is said, or of two rows of logits.
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     **{
@@ -275,11 +276,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     **{f"{name}_loss": ranked(name) for name in ("spearman", "ndcg", "average_precision")},
     **{f"{name}_loss at 2": ranked(name, 2) for name in ("ndcg", "recall_at_k", "precision_at_k")},
     "log_rank_loss": lambda x: losses.log_rank_loss(x, K_HOT.to(x)),
-    **{
-        f"baselines.{name}_topk": partial(getattr(baselines, f"{name}_topk"), k=2)
-        for name in ("sequential_softmax", "rescaled_sigmoid", "masked_softmax", "neuralsort", "softsort")
-        + ("pav", "generic_pav", "root_finding")
-    },
+    **{f"baselines.{name}_topk": partial(getattr(baselines, f"{name}_topk"), k=2) for name in PLAIN.split()},
     **{
         f"baselines.{name}_topk": partial(getattr(baselines, f"{name}_topk"), k=2, iterations=5)
         for name in ("sinkhorn", "sorted_sinkhorn", "block_ascent")
