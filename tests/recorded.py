@@ -292,108 +292,55 @@ def _written(values: dict[str, Any], /, **results: Tensor) -> None:
         _memory(values[f"{name}_pointer"], dtype, *result.shape).copy_(result)
 
 
-def _thresholds(values: dict[str, Any]) -> list[Tensor]:
-    return [_memory(values[f"{name}_pointer"], torch.float64, values["rows"]) for name in ("hi", "lo")]
+def _given(values: dict[str, Any], name: str) -> Any:
+    """An argument of an operator: rows, thresholds, places, or a number."""
+    if name == "x":
+        return _matrix(values, name, values["x_stride"])
+    if name in ("grad", "other"):
+        return _matrix(values, name, values[f"{name}_row"], values[f"{name}_column"])
+    if name in ("hi", "lo"):
+        return _memory(values[f"{name}_pointer"], torch.float64, values["rows"])
+    if name in ("index", "place"):
+        rows, pointer = values["rows"], values.get(f"{name}_pointer")
+        return (
+            torch.empty(rows, 0) if pointer is None else _memory(pointer, torch.int32, rows, _columns(values))
+        )
+    if name == "budget":
+        return _number(values, "k") + values["digits_third"]
+    return None if name == "none" else _number(values, name)
 
 
-def _solve(values: dict[str, Any]) -> None:
-    SOLVED[values["P"]](values)
+def _operator(
+    name: str, given: str, results: str, choices: Callable[[dict[str, Any]], tuple[Any, ...]] = lambda v: ()
+) -> Callable[[dict[str, Any]], None]:
+    """In the place of a kernel, this operator. Results called _ are not written, and those with a ? where
+    they are asked for."""
+
+    def run(values: dict[str, Any]) -> None:
+        arguments = (_given(values, each) for each in given.split())
+        found = OPERATORS[name].kernel(*arguments, *choices(values))
+        named = zip(results.split(), found if isinstance(found, tuple) else (found,), strict=True)
+        asked = "_" if values.get("ASKED") else "?_"
+        wanted = {each.strip("?"): result for each, result in named if each[-1] not in asked}
+        _written(values, **wanted)
+
+    return run
 
 
-def _count(values: dict[str, Any]) -> None:
-    x = _matrix(values, "x", values["x_stride"])
-    law = values["L"]
-    out, hi, lo = OPERATORS["soft_topk"].kernel(
-        x, _number(values, "k"), _number(values, "tau"), CDFS[law.cdf], 0.0, OUTPUTS[law.output]
-    )
-    _written(values, out=out, hi=hi, lo=lo)
+def _of_counts(values: dict[str, Any]) -> tuple[Any, ...]:
+    return CDFS[values["L"].cdf], 0.0, OUTPUTS[values["L"].output]
 
 
-def _pull_paid(values: dict[str, Any]) -> None:
-    law, paid = values["L"], "other_pointer" in values["kinds"]
-    found = OPERATORS["soft_budget_backward" if paid else "soft_topk_backward"].kernel(
-        _matrix(values, "grad", values["grad_row"], values["grad_column"]),
-        _number(values, "grad_lo"),
-        _matrix(values, "x", values["x_stride"]),
-        *([_matrix(values, "other", values["other_row"], values["other_column"])] if paid else ()),
-        *_thresholds(values), _number(values, "tau"), CDFS[law.cdf], 0.0,
-        *((FORMS[law.by], law.at_most) if paid else (OUTPUTS[law.output],)),
-    )  # fmt: skip
-    names = ("dx", "dcost", "dgoal", "dtau") if paid else ("dx", "dgoal", "dtau")
-    _written(values, **dict(zip(names, found, strict=True)))
+def _of_budgets(values: dict[str, Any]) -> tuple[Any, ...]:
+    return CDFS[values["L"].cdf], 0.0, FORMS[values["L"].by], values["L"].at_most
 
 
-def _resident_mask(values: dict[str, Any]) -> None:
-    x = _matrix(values, "x", values["x_stride"])
-    _written(values, out=OPERATORS["topk_mask"].kernel(x, _number(values, "k")))
+def _of_sizes(values: dict[str, Any]) -> tuple[Any, ...]:
+    return values["L"].p, values["L"].signed
 
 
-def _selectable(values: dict[str, Any]) -> None:
-    x = _matrix(values, "x", values["x_stride"])
-    _written(values, out=OPERATORS["selectable"].kernel(x, _number(values, "most").item()))
-
-
-def _size(values: dict[str, Any]) -> None:
-    x = _matrix(values, "x", values["x_stride"])
-    given = (x, _number(values, "k"), _number(values, "tau"), values["L"].p, values["L"].signed)
-    y, hi, lo = OPERATORS["soft_topk_magnitude"].kernel(*given)
-    _written(values, out=y, hi=hi, lo=lo)
-
-
-def _pull_sizes(values: dict[str, Any]) -> None:
-    law = values["L"]
-    dx, dtau = OPERATORS["soft_topk_magnitude_backward"].kernel(
-        _matrix(values, "grad", values["grad_row"], values["grad_column"]),
-        _number(values, "grad_lo"),
-        _matrix(values, "x", values["x_stride"]),
-        _matrix(values, "other", values["other_row"], values["other_column"]),
-        _number(values, "goal"), *_thresholds(values), _number(values, "tau"), law.p, law.signed,
-    )  # fmt: skip
-    _written(values, dx=dx, dtau=dtau)
-
-
-def _budget(values: dict[str, Any]) -> None:
-    law = values["L"]
-    y, hi, lo = OPERATORS["soft_budget"].kernel(
-        _matrix(values, "x", values["x_stride"]),
-        _matrix(values, "other", values["other_row"], values["other_column"]),
-        _number(values, "k") + values["digits_third"], _number(values, "tau"),
-        CDFS[law.cdf], 0.0, FORMS[law.by], law.at_most,
-    )  # fmt: skip
-    _written(values, out=y, hi=hi, lo=lo)
-
-
-def _rank_rows(values: dict[str, Any]) -> None:
-    x = _matrix(values, "x", values["x_stride"])
-    rank, order, _ = OPERATORS["laplace_count"].kernel(x, None, _number(values, "tau"), values["DESCENDING"])
-    _written(values, out=rank, index=order)
-
-
-def _sort_rows(values: dict[str, Any]) -> None:
-    x = _matrix(values, "x", values["x_stride"])
-    _, out, order, place = OPERATORS["laplace_thresholds"].kernel(
-        x, None, _number(values, "tau"), values["DESCENDING"]
-    )
-    _written(values, out=out, index=order, place=place)
-
-
-def _pull_laplace(operator: str, values: dict[str, Any]) -> None:
-    x = _matrix(values, "x", values["x_stride"])
-    index, place = (
-        _memory(values[name], torch.int32, *x.shape) if name in values else x.new_empty(len(x), 0)
-        for name in ("index_pointer", "place_pointer")
-    )
-    dx, _, dtau = OPERATORS[operator].kernel(
-        _matrix(values, "grad", values["grad_row"], values["grad_column"]), x, index, None, place,
-        _number(values, "tau"), values["ASKED"], values["DESCENDING"],
-    )  # fmt: skip
-    _written(values, dx=dx, **({"dtau": dtau} if values["ASKED"] else {}))
-
-
-def _sort_short_rows(values: dict[str, Any]) -> None:
-    x, k = _matrix(values, "x", values["x_stride"]), values["k"]
-    found, index = OPERATORS["topk"].kernel(x, k, values["LARGEST"], True)
-    _written(values, values=found, index=index)
+def _of_pulls(values: dict[str, Any]) -> tuple[Any, ...]:
+    return values["ASKED"], values["DESCENDING"]
 
 
 def _part_scan(values: dict[str, Any]) -> None:
@@ -459,21 +406,39 @@ def _around(values: dict[str, Any]) -> None:
         _memory(values["second_pointer"], other.dtype, *v.shape).copy_(torch.where(mask, other, 0))
 
 
-SOLVED = {counted.COUNT: _count, magnitude.SIZED: _size, paid.PAID: _budget}
-PULLED = {pull.PULL_PAID: _pull_paid, magnitude.PULL_SIZED: _pull_sizes}
+SOLVED = {
+    counted.COUNT: _operator("soft_topk", "x k tau", "out hi lo", _of_counts),
+    magnitude.SIZED: _operator("soft_topk_magnitude", "x k tau", "out hi lo", _of_sizes),
+    paid.PAID: _operator("soft_budget", "x other budget tau", "out hi lo", _of_budgets),
+}
+#: Also by whether entries have costs.
+PULLED = {
+    (pull.PULL_PAID, False): _operator(
+        "soft_topk_backward", "grad grad_lo x hi lo tau", "dx dgoal dtau", _of_counts
+    ),
+    (pull.PULL_PAID, True): _operator(
+        "soft_budget_backward", "grad grad_lo x other hi lo tau", "dx dcost dgoal dtau", _of_budgets
+    ),
+    (magnitude.PULL_SIZED, True): _operator(
+        "soft_topk_magnitude_backward", "grad grad_lo x other goal hi lo tau", "dx dtau", _of_sizes
+    ),
+}
+PLACES = "grad x index none place tau"
 
 EMULATED = {
     "_around": _around,
     "_pareto": _pareto,
     "_careful": _careful,
     "_part_scan": _part_scan,
-    "_selectable": _selectable,
-    "solve": _solve,
-    "pull_rows": lambda values: PULLED[values["P"]](values),
-    "_resident_mask": _resident_mask,
-    "_rank_rows": _rank_rows,
-    "_pull_ranks": functools.partial(_pull_laplace, "laplace_count_backward"),
-    "_sort_rows": _sort_rows,
-    "_sort_short_rows": _sort_short_rows,
-    "_pull_sorts": functools.partial(_pull_laplace, "laplace_thresholds_backward"),
+    "_selectable": _operator("selectable", "x", "out", lambda values: (_number(values, "most").item(),)),
+    "solve": lambda values: SOLVED[values["P"]](values),
+    "pull_rows": lambda values: PULLED[values["P"], "other_pointer" in values["kinds"]](values),
+    "_resident_mask": _operator("topk_mask", "x k", "out"),
+    "_rank_rows": _operator("laplace_count", "x none tau", "out index _", lambda v: (v["DESCENDING"],)),
+    "_pull_ranks": _operator("laplace_count_backward", PLACES, "dx _ dtau?", _of_pulls),
+    "_sort_rows": _operator(
+        "laplace_thresholds", "x none tau", "_ out index place", lambda v: (v["DESCENDING"],)
+    ),
+    "_sort_short_rows": _operator("topk", "x", "values index", lambda v: (v["k"], v["LARGEST"], True)),
+    "_pull_sorts": _operator("laplace_thresholds_backward", PLACES, "dx _ dtau?", _of_pulls),
 }

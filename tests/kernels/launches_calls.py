@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import khot
 import recorded
 from answers import answers
-from kernels.launches_samples import SAMPLES
 from kernels.launching import (
     COST,
     EACH,
@@ -24,9 +26,9 @@ from kernels.launching import (
     ordinary,
     prepare,
     same,
-    same_launch,
     scores,
     seen,
+    takes_the_ordinary_way,
     with_gradient,
 )
 from khot._core import eager
@@ -115,8 +117,9 @@ LEARNED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", PLAIN | COLUMNS)
 def test_plain_calls_are_those_of_the_ordinary_way(name: str, seen: list[recorded.Launch]) -> None:
+    """With the launches that Triton would make. The gradients of columns come in other strides."""
     entry, call = (PLAIN | COLUMNS)[name]
-    agrees(call, scores(6, 32), entry, name in PLAIN)
+    agrees(call, scores(6, 32), entry, name in PLAIN, seen)
 
 
 @pytest.mark.parametrize("name", PLAIN | COLUMNS)
@@ -169,51 +172,73 @@ def test_topk_of_short_rows(k: int, dtype: torch.dtype, seen: list[recorded.Laun
         assert answered == [True] * 2 and len(of_operators(seen)) == 2
 
 
-def test_other_calls_of_topk_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
+def test_other_calls_take_the_ordinary_way(seen: list[recorded.Launch]) -> None:
     """And errors come from there."""
-    x = scores(6, 32)
-    calls: list[Callable[[], Any]] = [
+    x, held = scores(6, 32), scores(6 * 32 + 1)
+
+    def tangent() -> None:
+        with forward_ad.dual_level():
+            khot.soft_topk(forward_ad.make_dual(x, torch.ones_like(x)), 3)
+
+    def counted() -> None:
+        with FlopCounterMode(display=False):
+            khot.soft_topk(x, 3)
+
+    khot.soft_topk(x, 3), khot.soft_topk(x, 3)
+    takes_the_ordinary_way(
+        "soft_topk",
+        [
+            lambda: khot.soft_topk(scores(6, 64)[:, :32], 3),
+            lambda: khot.soft_topk(held[1:].view(6, 32), 3),  # not aligned
+            lambda: khot.soft_topk(x, 3, tau=1e-25),
+            lambda: khot.soft_topk(x, 3, cdf=khot.cdfs.Power(1.5)),
+            lambda: khot.soft_topk(x[:0], 3),
+            lambda: torch.func.grad(lambda x: khot.soft_topk(x, 3)[0, 0])(x),
+            lambda: torch.func.vmap(lambda x: khot.soft_topk(x, 3))(x),
+            tangent,
+            counted,
+        ],
+        [
+            *((lambda k=k: khot.soft_topk(x, k), "k must") for k in (-1, 33, "2", True, math.nan)),
+            (lambda: khot.soft_topk(x, 3, mask=COST), "mask must"),
+            (lambda: khot.soft_topk(x, torch.ones(5)), "k must"),
+            (lambda: khot.soft_topk(x, 3, cdf="other"), "cdf must"),  # type: ignore[arg-type]
+        ],
+    )
+    wrong: dict[str, list[tuple[Callable[[], Any], str]]] = {
+        "soft_topk_magnitude": [
+            (lambda: khot.soft_topk_magnitude(x, 2.5), "k must"),  # type: ignore[arg-type]
+            (lambda: khot.soft_topk_magnitude(x, 3, p=4), "p must"),
+        ],
+        "soft_budget": [
+            (lambda: khot.soft_budget(x, COST, -1), "budget must"),
+            (lambda: khot.soft_budget(x, COST[:, :3], 1), "cost must"),
+            (lambda: khot.soft_budget(x, COST, 3, by="count"), "by must"),  # type: ignore[arg-type]
+            (lambda: khot.soft_budget(x, COST, 3, at_most=1), "at_most must"),  # type: ignore[arg-type]
+        ],
+        "soft_rank": [
+            (lambda: khot.soft_rank(x, tau=0), "tau must"),
+            (lambda: khot.soft_rank(x, descending="yes"), "descending must"),  # type: ignore[arg-type]
+        ],
+        "soft_sort": [(lambda: khot.soft_sort(x, method="other"), "method must")],  # type: ignore[arg-type]
+        "topk": [(lambda k=k: khot.topk(x, k), "k must") for k in (33, -1, 3.0, True)],
+    }
+    for name, calls in wrong.items():
+        takes_the_ordinary_way(name, [], calls)
+    leaf = x.clone().requires_grad_()
+    for call in (
         lambda: khot.topk(x, 4),  # nothing is prepared for it
         lambda: khot.topk(x, 3, 0),
-        lambda: khot.topk(x.double(), 3),
         lambda: khot.topk(x[:5], 3),
         lambda: torch.func.vmap(lambda x: khot.topk(x, 3).values)(x),
-        lambda: checkpoint(
-            lambda x: khot.topk(x, 3).values * 1, x.clone().requires_grad_(), use_reentrant=False
-        ),
-    ]
-    for call in calls:
+        lambda: checkpoint(lambda x: khot.topk(x, 3).values * 1, leaf, use_reentrant=False),
+        lambda: khot.topk(x.double(), 3),
+    ):
         launch.forget()
         khot.topk(x, 3)
         with answers("topk") as answered:
             call()
         assert answered == [False]
-    for k, error in ((33, ValueError), (-1, ValueError), (3.0, TypeError), (True, TypeError)):
-        with answers("topk") as answered, pytest.raises(error, match="k must"):
-            khot.topk(x, k)  # type: ignore[arg-type]
-        assert answered == [False]
-
-
-@pytest.mark.parametrize("name", PLAIN | COLUMNS | SAMPLES)
-def test_prepared_launches_have_the_arguments_of_tritons(name: str, seen: list[recorded.Launch]) -> None:
-    entry, call = (PLAIN | COLUMNS).get(name) or ("sample_khot", SAMPLES[name])
-    x, grad = scores(6, 32), scores(6, 32).flip(0)
-    # the gradients of columns come in other strides, and samples begin with the launches of a soft top-k
-    run = partial(with_gradient, call, x, grad) if name in PLAIN else partial(call, x)
-    prepare(call, x)
-    seen.clear()
-    with ordinary():
-        run()
-    wanted = list(seen)
-    seen.clear()
-    with answers(entry) as answered:
-        run()
-    own = of_operators(seen)
-    assert answered == [True] and len(own) == len(wanted) == {
-        **dict.fromkeys(PLAIN, 2),
-        **dict.fromkeys(COLUMNS, 1),
-    }.get(name, 3)
-    assert all(map(same_launch, own, wanted))
 
 
 @pytest.mark.parametrize("name", PLAIN | LEARNED)

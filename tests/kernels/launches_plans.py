@@ -152,22 +152,6 @@ def test_what_torch_computes_has_no_plan(seen: list[recorded.Launch]) -> None:
     assert answered == [False] * 4 and asked == [None]
 
 
-def test_wrong_choices_have_no_plan(seen: list[recorded.Launch]) -> None:
-    x = scores(6, 32)
-    for call, error in (
-        (lambda: khot.soft_topk_magnitude(x, 3, p=4), ValueError),
-        (lambda: khot.soft_budget(x, x.abs(), 3, by="count"), ValueError),  # type: ignore[arg-type]
-        (lambda: khot.soft_budget(x, x.abs(), 3, at_most=1), TypeError),  # type: ignore[arg-type]
-        (lambda: khot.soft_rank(x, descending="yes"), TypeError),  # type: ignore[arg-type]
-        (lambda: khot.soft_sort(x, method="other"), ValueError),  # type: ignore[arg-type]
-        (lambda: khot.soft_topk(x, 3, cdf="other"), ValueError),  # type: ignore[arg-type]
-        (lambda: khot.topk(x, 33), ValueError),
-    ):
-        for _ in range(3):
-            with pytest.raises(error):
-                call()
-
-
 def test_other_threads_launch_while_a_plan_is_made(
     seen: list[recorded.Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,9 @@ Tests that use these fixtures are run by `test_native.py`, in a process of its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -90,19 +91,58 @@ COST = torch.rand(6, 32, generator=torch.Generator().manual_seed(1)) + 0.1
 EACH = torch.arange(1, 7) / 2  # a number for each row
 
 
-def agrees(call: Callable[[Tensor], Tensor], x: Tensor, name: str = "soft_topk", rows: bool = True) -> None:
-    """With and without a gradient, once it is prepared."""
-    grad = x.flip(0)
+def agrees(
+    call: Callable[[Tensor], Tensor],
+    x: Tensor,
+    name: str = "soft_topk",
+    rows: bool = True,
+    seen: list[recorded.Launch] | None = None,
+) -> None:
+    """With and without a gradient, once it is prepared; with ``seen``, the launches are Triton's, too."""
+    seen, grad = [] if seen is None else seen, x.flip(0)
+    seen.clear()
     with ordinary():
         wanted = with_gradient(call, x, grad)
+    theirs = list(seen)
     prepare(call, x)
+    seen.clear()
     with answers(name) as answered:
         found = with_gradient(call, x, grad)
+        own = of_operators(seen)
         with torch.no_grad():
             assert torch.equal(call(x), wanted[0])
         with torch.inference_mode():
             assert call(x).is_inference() and torch.equal(call(x), wanted[0])
-    assert answered == [True] * 4
-    if not rows:  # the ordinary way's last operation decides how far their entries are apart
+    assert answered == [True] * 4 and len(own) == len(theirs)
+    if (
+        not rows
+    ):  # the ordinary way's last operation decides how far their entries are apart, and the gradients'
         found, wanted = ([each.contiguous() for each in both] for both in (found, wanted))
-    assert same(found, wanted)
+        own, theirs = own[:1], theirs[:1]
+    assert same(found, wanted) and all(map(same_launch, own, theirs))
+
+
+Calls = Sequence[Callable[[], Any]]
+
+
+def takes_the_ordinary_way(name: str, calls: Calls, wrong: Sequence[tuple[Callable[[], Any], str]]) -> None:
+    """No call is answered, nor an error made, elsewhere; and no random number is used twice, or before an
+    error."""
+
+    def state(call: Callable[[], Any]) -> Tensor:
+        torch.manual_seed(3)
+        call()
+        return torch.get_rng_state()
+
+    for call in calls:
+        with answers(name) as answered:
+            after = state(call)
+        assert answered == [False]
+        with ordinary():
+            assert torch.equal(state(call), after)
+    before = torch.get_rng_state()
+    for call, message in wrong:
+        for _ in range(3):  # nor is a plan made
+            with answers(name) as answered, pytest.raises((ValueError, TypeError), match=message):
+                call()
+            assert answered == [False] and torch.equal(torch.get_rng_state(), before)
