@@ -77,7 +77,6 @@ class Operator:
     tolerance: float = 1e-12
     masked: float = 0.0  # the value of an entry that may not be selected
     k: tuple[float, ...] = field(default=(2.3, 3.0, 4.6))  # one per row, inside the domain
-    all_infinite: bool = False
     log_of: str | cdfs.CDF | None = None  # the CDF of y, if the values are its logarithms
 
     @property

@@ -24,9 +24,9 @@ __all__ = [
     "iterative_poisson_law",
     "moments",
     "order_law",
-    "random_probs",
     "softmax_law",
     "subsets",
+    "successive_law",
     "vectors",
 ]
 
@@ -100,6 +100,21 @@ def iterative_poisson_law(probs: list[float], k: int, rounds: int) -> Tensor:
     return drawn(probs) @ torch.linalg.matrix_power(step, rounds)
 
 
+def successive_law(logits: Tensor, k: int) -> Tensor:
+    """P(S) of k units that are drawn one after the other without replacement, each ∝ e^θ, for each of
+    :func:`subsets`; differentiable."""
+    weight, total = logits.exp(), []
+    for row in subsets(len(logits), k):
+        p = torch.zeros((), dtype=logits.dtype)
+        for order in itertools.permutations(row.nonzero().squeeze(1).tolist()):
+            q, left = torch.ones((), dtype=logits.dtype), weight.sum()
+            for i in order:
+                q, left = q * weight[i] / left, left - weight[i]
+            p = p + q
+        total.append(p)
+    return torch.stack(total)
+
+
 def moments(log_law: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inclusion probabilities, joint inclusion probabilities, entropy."""
     p = log_law.exp()
@@ -113,23 +128,6 @@ def dynamic_programme(logits: np.ndarray) -> np.ndarray:
     for m, theta in enumerate(logits):
         log_z[1 : m + 2] = np.logaddexp(log_z[1 : m + 2], log_z[: m + 1] + theta)
     return log_z
-
-
-def random_probs(count: int, n: int, seed: int) -> Tensor:
-    """(count, n): rows with integer sums from 1 to n − 2, a unit near 0, one near 1, one 0 and one 1."""
-    generator = np.random.default_rng(seed)
-    rows = []
-    for _ in range(count):
-        k = generator.integers(1, n - 4)  # of the units that are not certain
-        score = generator.normal(0, generator.uniform(0.3, 3), n - 2)
-        score[0], score[1] = score.min() - 5, score.max() + 5
-        low, high = score.min() - 50, score.max() + 50
-        for _ in range(200):  # Σσ(score − t) = k
-            t = (low + high) / 2
-            low, high = (t, high) if (1 / (1 + np.exp(t - score))).sum() > k else (low, t)
-        row = np.r_[1 / (1 + np.exp(t - score)), 0.0, 1.0]
-        rows.append(row[generator.permutation(n)])
-    return torch.tensor(np.stack(rows))
 
 
 def assert_inclusion(counts: Tensor, draws: int, probs: Tensor) -> None:

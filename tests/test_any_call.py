@@ -24,7 +24,7 @@ CDFS = ["logistic", "laplace", "normal", "uniform", cdfs.Power(4 / 3), cdfs.Powe
 
 GOOD_VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.25, -2.5, 0.1, 17.0]
 ODD_VALUES = [INF, -INF, NAN, 1e308, -1e308, 5e-324, 1e-40, 1e4, -1e4, -1e9, 1e30, -1e30]
-TAUS = [1.0, 0.1, 10.0, 3.0, 1e-3, 5e-324, 1e-300, 1e-17, 1e17, 1e300]
+TAUS = [1.0, 0.1, 10.0, 3.0, 1e-3, 1e-300, 1e-17, 1e17, 1e300]
 SHAPES = [(), (1,), (3,), (5,), (9,), (2, 4), (3, 1), (1, 6), (2, 2, 3), (0,), (0, 4), (2, 0)]
 DTYPES = [torch.float64] * 3 + [torch.float32] * 3 + [torch.bfloat16, torch.float16]
 
@@ -98,7 +98,7 @@ def calls(draw: Any) -> Call:
         call.k = call.k.reshape(-1)[0].reshape((1,) * len(shape)) if call.k.numel() else call.k
     if op.arguments.tau is not None and not odds(draw, 4):
         call.options["tau"] = draw_scalar(
-            draw, batch, [1.0, 0.1, 10.0, 3.0, 1e-3, 1e-300, 1e-17, 1e17, 1e300]
+            draw, batch, [*TAUS, 5e-324][: None if op.name == "ot_topk" else -1]
         )
     return call
 

@@ -130,19 +130,6 @@ def test_gradients_in_a_gap_are_those_of_the_soft_topk(cdf: Any) -> None:
     assert grads[0][1] == 2.5  # ½(2 + 3)
 
 
-def test_compiles() -> None:
-    args = [v.requires_grad_() for v in problem("uniform", 3, 5)]
-
-    def loss(x: Tensor, cost: Tensor, budget: Tensor) -> Tensor:
-        return khot.soft_budget(x, cost, budget, tau=0.5, by="value").square().sum()
-
-    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*args), args)
-    for a, b in zip(got, torch.autograd.grad(loss(*args), args), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    mask = torch.compile(lambda x, c: khot.budget_mask(x, c, 3.0), fullgraph=True, backend="aot_eager")
-    assert torch.equal(mask(*args[:2]), khot.budget_mask(*args[:2], 3.0))
-
-
 # --------------------------------------------------------------------------------- unusual, bad input
 
 

@@ -5,7 +5,6 @@ Statistical tests fix their seed; each would fail for 1 seed in 10⁶ if the cla
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from khot import distributions, estimators, losses, sampling
 from khot.estimators import sample_khot
 from khot.sampling import conditional_poisson
 from khot.sampling._noise import gumbel_noise
-from subsets import assert_mean, iterative_poisson_law, softmax_law, subsets, vectors
+from subsets import assert_mean, iterative_poisson_law, softmax_law, subsets, successive_law, vectors
 
 NAMES = ("straight_through", "second_order", "gumbel", "simple", "imle", "sequential_softmax", "ncpss")
 SIZED = tuple(name for name in NAMES if name != "ncpss")  # always k ones, and certain ones at ±inf
@@ -40,18 +39,7 @@ def poisson_probs(theta: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def gumbel_probs(theta: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k-hot vectors, and their probabilities when drawn without replacement, each unit ∝ exp(θ)."""
-    weight = theta.exp()
-    x = subsets(len(theta), k)
-    total = []
-    for row in x:
-        p = torch.zeros((), dtype=theta.dtype)
-        for order in itertools.permutations(row.nonzero().squeeze(1).tolist()):
-            q, left = torch.ones((), dtype=theta.dtype), weight.sum()
-            for i in order:
-                q, left = q * weight[i] / left, left - weight[i]
-            p = p + q
-        total.append(p)
-    return x, torch.stack(total)
+    return subsets(len(theta), k), successive_law(theta, k)
 
 
 def loss(x: Tensor) -> Tensor:

@@ -115,8 +115,6 @@ def test_a_target_with_too_little_mass_is_refused() -> None:
         FenchelYoungTopKLoss(3)(scores(2, 5), 4 * labels(2, 5, 1))
     with pytest.raises(ValueError, match="shape"):
         FenchelYoungTopKLoss(3)(scores(2, 5), labels(2, 4, 3))
-    with pytest.raises(TypeError, match="target"):
-        FenchelYoungTopKLoss(3)(scores(2, 5), [1, 0])  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------- cross-entropy
@@ -224,9 +222,8 @@ def test_cross_entropy_refuses() -> None:
             TopKCrossEntropyLoss(k)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"k must be an int, but got 1\.5"):
         TopKCrossEntropyLoss({1.5: 1.0})  # type: ignore[dict-item]
-    for k in (0, {0: 1.0}):
-        with pytest.raises(ValueError, match="k must be at least 1, but got 0"):
-            TopKCrossEntropyLoss(k)
+    with pytest.raises(ValueError, match="k must be at least 1, but got 0"):
+        TopKCrossEntropyLoss({0: 1.0})
     with pytest.raises(ValueError, match=r"the weight of k = 2 must lie in \[0, 1\], but got -0.5"):
         TopKCrossEntropyLoss({1: 1.5 - 0.5, 2: -0.5})
     with pytest.raises(ValueError, match="full support"):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import khot
 from device import Device, Waits, backward, pretend, tensor
-from khot import cdfs
 from khot._kernels.reference import permutahedron
 from khot.nn._state import PASSES
 from operators import OPERATORS, Operator
@@ -173,7 +172,6 @@ def test_what_waits_is_noticed(device: Device, wait: Callable[[Tensor], Any]) ->
 
 # ---------------------------------------------------------------------------------------- launches
 
-POWER = cdfs.Power(4 / 3)
 # rows, n, the operator, and the kernels of ours and operations of torch that it takes forward and backward
 LAUNCHES: dict[str, tuple[tuple[int, int], Callable[[Tensor], Tensor], list[int], list[int]]] = {
     **{

@@ -22,7 +22,6 @@ CDFS = [
     ("power", 4 / 3),
     ("power", 3.0),
 ]
-every_cdf = pytest.mark.parametrize(("cdf", "shape"), CDFS, ids=lambda v: str(v)[:5])
 # twice what each of the two F may be off by
 LIMITS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 #: The last length is two blocks and a part of one, which neither the CDF nor the dtype changes.

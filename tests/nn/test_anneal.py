@@ -123,15 +123,6 @@ def test_numbers_of_any_kind_have_the_same_schedule(number: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [math.inf, -math.inf, math.nan, 10**400, torch.tensor(math.inf)], ids=lambda v: str(v)[:9]
-)
-@pytest.mark.parametrize("name", ["start", "end"])
-def test_what_is_not_finite_is_named(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must .* but got"):
-        Anneal(**{"start": 1.0, "end": 0.5, "steps": 4, name: value})
-
-
-@pytest.mark.parametrize(
     "steps, error",
     [
         (torch.tensor(4), TypeError),
@@ -146,8 +137,6 @@ def test_what_is_not_finite_is_named(name: str, value: Any) -> None:
     ids=str,
 )
 def test_steps_are_an_int_wherever_they_are_set(steps: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"^steps must be .* but got"):
-        Anneal(1.0, 0.1, steps)
     tau = Anneal(1.0, 0.1)
     with pytest.raises(error, match=r"^steps must be .* but got"):
         tau.steps = steps

@@ -83,12 +83,8 @@ def test_every_example_gets_a_sample_of_its_own() -> None:
 def test_refuses() -> None:
     with pytest.raises(ValueError, match="k must"):
         KHotGate(4, None, estimator="gumbel")
-    with pytest.raises(ValueError, match="estimator must"):
-        KHotGate(4, 2, estimator="gumble")
     with pytest.raises(ValueError, match="design must"):
         KHotGate(4, 2, estimator="simple", design="pareto")
-    with pytest.raises(ValueError, match="input must"):
-        KHotGate(4, 2)(torch.ones(3, 5))
 
 
 def test_the_generator_of_the_user_is_left_alone() -> None:

@@ -157,14 +157,8 @@ def test_stepping_does_not_recompile() -> None:
 
 
 def test_anneal_refuses() -> None:
-    with pytest.raises(ValueError, match="schedule"):
-        Anneal(1, 0, 3, "step")
-    with pytest.raises(ValueError, match="steps"):
-        Anneal(1, 0, 0)
     with pytest.raises(ValueError, match="end must be > 0 for the exponential schedule, but got 0"):
         Anneal(1, 0, 3, "exponential")
-    with pytest.raises(ValueError, match="start"):
-        Anneal(math.nan, 0, 3)
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-from scipy import stats
 
 from khot.sampling import gumbel_topk
-
-FAILURE = 1e-6  # rate of each statistical test
+from subsets import assert_frequencies, subsets, successive_law
 
 
 @pytest.mark.parametrize("n, k, scale", [(2, 1, 1.0), (3, 2, 2.0), (4, 2, 1.0), (5, 3, 1.5), (5, 4, 0.0)])
 def test_sets(n: int, k: int, scale: float) -> None:
     logits = scale * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
-    weight = logits.exp().tolist()
-    chance = dict.fromkeys(itertools.combinations(range(n), k), 0.0)
-    for path in itertools.permutations(range(n), k):
-        p, left = 1.0, sum(weight)
-        for unit in path:
-            p, left = p * weight[unit] / left, left - weight[unit]
-        chance[tuple(sorted(path))] += p
-    assert math.isclose(sum(chance.values()), 1)
-
-    count = 200_000
-    x = gumbel_topk(logits, k, sample_shape=(count,), generator=torch.Generator().manual_seed(k))
+    x = gumbel_topk(logits, k, sample_shape=(200_000,), generator=torch.Generator().manual_seed(k))
     assert (x.sum(-1) == k).all()
-    code = (x.long() * 2 ** torch.arange(n)).sum(-1)
-    seen = [int((code == sum(2**i for i in s)).sum()) for s in chance]
-    assert stats.chisquare(seen, [count * p for p in chance.values()]).pvalue > FAILURE
+    seen = (x.unsqueeze(-2) == subsets(n, k)).all(-1).sum(0)
+    assert_frequencies(seen.numpy(), successive_law(logits, k).numpy())
 
 
 def test_shapes_and_sizes() -> None:

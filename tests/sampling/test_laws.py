@@ -235,5 +235,3 @@ def test_iterative_poisson_is_not_tractable() -> None:
         ValueError, match=r"known inclusion probabilities .*'pareto'.* got 'iterative_poisson'"
     ):
         sampling.inclusion_probs(probs, "iterative_poisson")
-    with pytest.raises(ValueError, match=r"joint inclusion probabilities .* got 'iterative_poisson'"):
-        sampling.joint_inclusion_probs(probs, "iterative_poisson")
