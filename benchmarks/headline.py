@@ -7,9 +7,9 @@ headline.json and headline.md; `make figures` draws them.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def in_softmaxes(results: report.Results) -> dict[str, dict[str, dict[str, float
 
 
 def text(results: report.Results) -> str:
-    setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
+    setting = report.said(results["setting"])
     parts = [
         "# Beside softmax, entmax and torch.topk",
         "Written by `python -m benchmarks.headline`.",
@@ -99,10 +99,14 @@ def text(results: report.Results) -> str:
 
 
 def main() -> None:
-    seconds, clock = report.begin("Beside softmax, entmax and torch.topk", 0.5)
-    setting: dict[str, Any] = report.machine(cpu_time=clock is not time.perf_counter)
+    parser = argparse.ArgumentParser(description="beside softmax, entmax and torch.topk")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each call")
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread: steadier where others work")
+    args = parser.parse_args()
+    clock = timing.clock(args.cpu_time)
+    setting: dict[str, Any] = report.machine(cpu_time=args.cpu_time)
     setting["packages"] = f"entmax {importlib.metadata.version('entmax')}"
-    todo = {case.id: partial(measure, case, seconds, clock) for case in CASES}
+    todo = {case.id: partial(measure, case, args.seconds, clock) for case in CASES}
     report.complete(
         RESULTS / "headline.md", setting, todo, lambda out, found: out.write_text(text(found), "utf-8")
     )

@@ -423,7 +423,7 @@ def main() -> None:
     lines = [
         "# The host of a GPU",
         (__doc__ or "").partition("\n\n")[2].strip(),
-        "; ".join(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items())
+        report.said(report.machine(cpu_time=True))
         + f"; Triton {triton.__version__}; load {os.getloadavg()[0]:.1f}",
         report.table(
             ["call", "µs", "softmax in its place", "ratio"],

@@ -7,7 +7,6 @@ time, medians of interleaved calls. It writes latency.json and latency.md, shape
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -226,10 +225,7 @@ def cell(times: dict[str, float], name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each call")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of latency.json and latency.md")
-    args = parser.parse_args()
+    args = report.parser(__doc__ or "", seconds=0.3, out=RESULTS).parse_args()
     clock = timing.clock(cpu_time=True)
     todo = {f"({rows}, {n})": partial(measure, rows, n, args.seconds, clock) for rows, n in SHAPES}
     setting = report.machine(cpu_time=True) | {"seconds": args.seconds}
@@ -237,7 +233,7 @@ def main() -> None:
 
 
 def write(path: Path, results: report.Results) -> None:
-    setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
+    setting = report.said(results["setting"])
     text = (
         "# Small calls on the CPU\n\n"
         "Microseconds of a call (and in softmaxes of the same tensor), with k = n/8. "

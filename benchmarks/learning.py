@@ -14,7 +14,6 @@ from scratch on the selected pixels, which judges the choice itself. All are on 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -123,12 +122,9 @@ def measure(setting: Setting, images: Images, steps: int, seed: int) -> list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what tau, its schedule and the learning rate do")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args()
+    args = report.parser("what tau, its schedule and the learning rate do", steps=1500, seeds=5).parse_args()
     images = load_digits()
-    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items()), sep="; ")
+    print(report.said(report.machine(cpu_time=True)))
     print(f"{K} of {images.n} pixels, {args.steps} steps, {args.seeds} seeds; accuracy on test images, %")
     for title, settings in TABLES.items():
         rows = []

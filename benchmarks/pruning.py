@@ -27,7 +27,6 @@ layer. Nothing was tuned for any way. Figures are errors on the 10,000 test imag
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -259,7 +258,7 @@ def write(path: Path, results: report.Results) -> None:
                 rows.append([way, *(reporting.spread(reporting.column(each, "error"), 2) for each in found)])
         head = ["", *(f"{100 * amount:.0f} % pruned" for amount in AMOUNTS)]
         parts.append(f"## {network}\n\n{report.table(head, rows)}")
-    setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
+    setting = report.said(results["setting"])
     path.write_text(
         f"# Pruning beside the usual ways\n\n`python -m benchmarks.pruning`\n\n{setting}\n\nErrors on test "
         "images, %, mean and standard deviation over the seeds.\n\n" + "\n\n".join(parts),
@@ -268,13 +267,9 @@ def write(path: Path, results: report.Results) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="pruning beside the usual ways")
+    parser = report.parser("pruning beside the usual ways", steps=2000, seeds=3, out=PATH)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with MNIST's four gzipped files")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=PATH)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     setting = {"steps": args.steps, **report.machine(cpu_time=True)}
     todo = {
         f"{network}, {way}, {amount}, {seed}": partial(

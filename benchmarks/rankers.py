@@ -22,7 +22,6 @@ The time is that of one step's loss and gradient, on one core, in lists of five 
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -310,7 +309,7 @@ def write(results: report.Results, folder: Path) -> None:
         for name in LOSSES
     ]
     seeds = max((len(chosen(results, place, OURS)) for place in SETS), default=0)
-    settings = "; ".join(f"{key}: {value}" for key, value in results["machine"].items())
+    settings = report.said(results["machine"])
     text = f"""# Losses of ranking
 
 Written by `python -m benchmarks.rankers`. {settings}.
@@ -333,12 +332,10 @@ Written by `python -m benchmarks.rankers`. {settings}.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.rankers", description="losses of ranking")
+    parser = report.parser("losses of ranking", out=RESULTS)
     parser.add_argument("sets", nargs="*", choices=[[], *SETS], default=[], metavar="SET")
     parser.add_argument("--only", nargs="*", choices=list(LOSSES), default=list(LOSSES), metavar="LOSS")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     path = args.out.with_suffix(".json")
     results = report.resume(path, {"steps": STEPS, "rates": list(RATES), "torch": torch.__version__})
     results.setdefault("machine", report.machine(cpu_time=True))

@@ -27,14 +27,16 @@ from reproduce.harness.reporting import COLORS, label_ends, table
 __all__ = [
     "Curves",
     "Results",
-    "begin",
+    "by_steps",
     "complete",
     "loglog",
     "machine",
     "megabytes",
+    "parser",
     "peak_memory",
     "ratio",
     "resume",
+    "said",
     "save",
     "table",
 ]
@@ -56,20 +58,23 @@ def machine(*, cpu_time: bool) -> dict[str, str]:
     }
 
 
-def begin(description: str, seconds: float = 1.0) -> tuple[float, timing.Clock]:
-    """The command line that the smaller benchmarks share; prints what the figures depend on."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--seconds", type=float, default=seconds, help="for each call")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="one thread and its CPU time: steadier on a machine that others use",
-    )
-    args = parser.parse_args()
-    clock = timing.clock(args.cpu_time)
-    print(*(f"{key}: {value}" for key, value in machine(cpu_time=args.cpu_time).items()), sep="; ")
-    print(f"load: {os.getloadavg()[0]:.1f}\n")
-    return args.seconds, clock
+def said(setting: Mapping[str, Any]) -> str:
+    return "; ".join(f"{key}: {value}" for key, value in setting.items())
+
+
+def parser(description: str, **defaults: float | Path) -> argparse.ArgumentParser:
+    """The command line of a measurement on one thread, with --out, --steps, --seeds or --seconds."""
+    torch.set_num_threads(1)
+    made = argparse.ArgumentParser(description=description)
+    for name, default in defaults.items():
+        made.add_argument(f"--{name}", type=type(default), default=default)
+    return made
+
+
+def by_steps(path: Path) -> list[Results]:
+    """What :func:`complete` has left beside this file, for each number of steps."""
+    found = [json.loads(file.read_text("utf-8")) for file in path.parent.glob(f"{path.stem}*.json")]
+    return sorted(found, key=lambda results: results["setting"]["steps"])
 
 
 def _processor() -> str:

@@ -19,7 +19,6 @@ Figures are the answers that are right, of 4,096 at each length.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import math
@@ -191,7 +190,7 @@ def write(path: Path, results: report.Results) -> None:
                 rows.append([training, name, *(reporting.spread(list(column), 1) for column in columns)])
         head = ["training", "test", *(f"{n} places" for n in LENGTHS)]
         parts.append(f"## {task}\n\n{report.table(head, rows)}")
-    setting = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
+    setting = report.said(results["setting"])
     path.write_text(
         "# Attention on longer contexts than those of the training\n\n`python -m benchmarks.retrieval`\n\n"
         f"{setting}\n\nRight answers, %, mean and standard deviation over the seeds; in parentheses the k "
@@ -201,12 +200,8 @@ def write(path: Path, results: report.Results) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="attention on longer contexts than those of the training")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=PATH)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    what = "attention on longer contexts than those of the training"
+    args = report.parser(what, steps=1000, seeds=3, out=PATH).parse_args()
     setting = {"steps": args.steps, **report.machine(cpu_time=True)}
     peers = importlib.util.find_spec("entmax") is not None
     trainings = [name for name in TRAININGS if peers or name in ("softmax", "top-k")]

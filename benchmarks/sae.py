@@ -28,13 +28,11 @@ better than zeros. Beside them: CPU time of a step of training.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import math
 import sysconfig
 import time
@@ -321,8 +319,7 @@ def write(path: Path, _: report.Results) -> None:
         "none of them uses, %), mean and standard deviation over the seeds; and the median of the CPU time "
         "of a step over all sets, which other work on the machine makes longer."
     )
-    found = [json.loads(file.read_text("utf-8")) for file in path.parent.glob(f"{path.stem}*.json")]
-    for results in sorted(found, key=lambda results: results["setting"]["steps"]):
+    for results in report.by_steps(path):
         text += "\n\n" + section(results)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -358,7 +355,7 @@ def section(results: report.Results) -> str:
         for of, (head, body) in tables.items()
         if body
     ]
-    return "\n\n".join([*parts, "; ".join(f"{key}: {value}" for key, value in setting.items())])
+    return "\n\n".join([*parts, report.said(setting)])
 
 
 def packages() -> str:
@@ -371,16 +368,12 @@ def packages() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="sparse autoencoders beside other packages")
+    parser = report.parser("sparse autoencoders beside other packages", steps=STEPS, seeds=3, out=PATH)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with MNIST's four gzipped files")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--only", nargs="+", choices=METHODS, default=tuple(METHODS), metavar="METHOD")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=PATH)
     parser.add_argument("--cache", type=Path, default=Path("khot-results") / "sae", help="for activations")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     setting = {"steps": args.steps, "packages": packages(), **report.machine(cpu_time=True)}
     todo = {
         f"{name}, {method}, {seed}": partial(

@@ -24,7 +24,6 @@ seeds (100 to 109) of the same kinds of sets. The settings of the others, on whi
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import sklearn
-import torch
 from sklearn import datasets
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
@@ -222,7 +220,6 @@ def write(path: Path, results: report.Results) -> None:
         seconds.append([label, *spent, total])
         if method != "KHotSelector" and (lead := _lead(rows, method)):
             against.append([method, *lead])
-    said = "; ".join(f"{key}: {value}" for key, value in results["setting"].items())
     khot = sorted({row["khot"] for row in results["cases"].values() if row["khot"]})
     k = [f"{name}, {SETS[name].k} of {SETS[name].columns + _own(name)}" for name in names]
     path.write_text(
@@ -230,7 +227,7 @@ def write(path: Path, results: report.Results) -> None:
         "Mean of a support vector machine and a forest on the selected columns alone, in percent, and over\n"
         f"seeds ({_seeds(rows)}, or the first of them). In brackets: how many selected columns count.\n"
         "`python -m benchmarks.selectors`, whose docstring has the settings.\n"
-        f"{said}; khot: {', '.join(khot)}.\n\n"
+        f"{report.said(results['setting'])}; khot: {', '.join(khot)}.\n\n"
         + report.table(["selector", *k, "mean of eight"], scores)
         + "\n## Seconds per choice\n\n"
         + report.table(["selector", *names, "mean of eight"], seconds)
@@ -278,13 +275,11 @@ def _own(name: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="feature selectors beside KHotSelector")
+    parser = report.parser("feature selectors beside KHotSelector", out=RESULTS)
     parser.add_argument("sets", nargs="*", choices=[[], *SETS], help="all by default")
     parser.add_argument("--only", nargs="+", help="selectors; all by default")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the results, without their endings")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # solvers that stop early
     machine = report.machine(cpu_time=True)
     # the other selectors do not depend on it, so each row of ours has its own

@@ -9,7 +9,6 @@ the machine.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import multiprocessing
 import statistics
@@ -116,12 +115,10 @@ def measure(ranks: int, seconds: float) -> dict[int, list[tuple[tuple[int, int],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each call")
+    parser = report.parser(__doc__ or "", seconds=0.5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    print(*(f"{key}: {value}" for key, value in report.machine(cpu_time=True).items()), sep="; ")
+    print(report.said(report.machine(cpu_time=True)))
     alone = {}
     for n in SIZES:
         x = scores(n, 0, 1)

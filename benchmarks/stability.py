@@ -11,8 +11,6 @@ Batches differ by a few percent; a rise of 1.5 is no chance.
 
 from __future__ import annotations
 
-import argparse
-import json
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -79,14 +77,11 @@ def every_case() -> list[tuple[str, int, int, dict[str, Any]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="where the training of sparse autoencoders is steady")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser = report.parser("where the training of sparse autoencoders is steady", steps=STEPS, out=PATH)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORDS", help="rows with any of these words"
     )
-    parser.add_argument("--out", type=Path, default=PATH)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     cases = [case for case in every_case() if any(words in case[0] for words in args.only)]
     todo = {
         f"{name}, {rate:g}": partial(measure, latents, k, rate, options, args.steps)
@@ -104,8 +99,7 @@ def write(path: Path, _: report.Results) -> None:
         "(latents that none of them uses, %; and how far the error of a batch rises above the smallest one "
         f"before it, where that is more than {RISE})."
     )
-    found = [json.loads(file.read_text("utf-8")) for file in path.parent.glob(f"{path.stem}*.json")]
-    for results in sorted(found, key=lambda results: results["setting"]["steps"]):
+    for results in report.by_steps(path):
         setting, cases = results["setting"], results["cases"]
         rows = [
             [name, *(cell(cases.get(f"{name}, {rate:g}")) for rate in RATES)]
@@ -114,7 +108,7 @@ def write(path: Path, _: report.Results) -> None:
         ]
         text += f"\n\n## {setting['steps']:,} steps\n\n"
         text += report.table(["rate", *(f"{rate:g}" for rate in RATES)], rows).strip()
-        text += "\n\n" + "; ".join(f"{key}: {value}" for key, value in setting.items() if key != "steps")
+        text += "\n\n" + report.said({key: value for key, value in setting.items() if key != "steps"})
     path.write_text(text + "\n", encoding="utf-8")
 
 

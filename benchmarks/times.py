@@ -1071,7 +1071,7 @@ def write(run: Run, command: str, subject: Subject, cases: Sequence[Any], wall: 
     versions = {name: installed[name] for name in subject.beside if name in installed}
     setting = {**report.machine(cpu_time=not wall), **versions}
     text = f"`{command}`: all calls taking turns, medians.\n\n"
-    text += "; ".join(f"{key}: {value}" for key, value in setting.items())
+    text += report.said(setting)
     text += f"\nload: {os.getloadavg()[0]:.1f}\n"
     run.out.parent.mkdir(parents=True, exist_ok=True)
     for head, rows in subject.tables(run, *cases):
