@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import khot
 
-__all__ = ["ROWS", "fsdp", "make", "output"]
+__all__ = ["ALIKE", "ROWS", "fsdp", "make", "output"]
 
 
 def _table() -> Any:
@@ -34,6 +34,7 @@ def _table() -> Any:
 _SCORES = _table().scores
 
 ROWS = {row.name: row for row in _table().LAYERS}
+ALIKE = _table().ALIKE
 
 
 def make(name: str, seed: int = 0) -> nn.Module:

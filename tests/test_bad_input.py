@@ -333,6 +333,10 @@ SAID: list[tuple[str, type[Exception], Callable[..., Any], tuple[Any, ...], dict
         for k in (9, torch.tensor(9))
     ),
     ("k must be finite and >= 0, but got -1", ValueError, khot.losses.FenchelYoungTopKLoss, (-1,), {}),
+    *(
+        ("(the input's shape without dim), but got (3,)", ValueError, call, (X,), {"tau": ROW})
+        for call in (khot.soft_rank, khot.soft_sort, khot.soft_permutation, khot.soft_median)
+    ),
     ("that of k, 4, but got 2", ValueError, khot.soft_assign, (X, 2, torch.ones(4) / 2), {}),
 ]
 

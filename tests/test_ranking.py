@@ -262,18 +262,6 @@ def test_float32_permutations_are_doubly_stochastic(n: int, scores: str, name: s
 # -------------------------------------------------------------------------------- what holds
 
 
-@every_cdf
-def test_sort_inverts_rank(name: str) -> None:
-    x, cdf = randn(2, 9), CDFS[name][0]
-    t = khot.soft_sort(x, tau=0.7, cdf=cdf, descending=True)
-    assert (t.diff() < 0).all()
-    F = cdfs.resolve(cdf)
-    counts = F.cdf((x.unsqueeze(-2) - t.unsqueeze(-1)) / 0.7 + F.median).sum(-1)
-    torch.testing.assert_close(counts, scans.half_levels(x).expand(2, 9), rtol=0, atol=1e-12)
-    ends = khot.soft_quantile(x, f64([1.0, 0.0]), tau=0.7, cdf=cdf)
-    torch.testing.assert_close(ends, torch.stack((t[:, 0], t[:, -1])), rtol=0, atol=1e-13)
-
-
 def test_first_rows_replace_dim_by_two() -> None:
     x = randn(2, 5, 3)
     assert khot.soft_permutation(x, 1, k=2).shape == (2, 2, 5, 3)
@@ -412,18 +400,6 @@ def test_infinite_entries_stand_at_the_ends(name: str) -> None:
             assert grad.isfinite().all() and (grad[[1, 2, 4, 6]] == 0).all()
 
 
-@every_cdf
-@pytest.mark.parametrize("value", [INF, -INF, 0.25])
-def test_all_equal(name: str, value: float) -> None:
-    x = torch.full((4,), value, dtype=torch.float64)
-    options: dict[str, Any] = {"cdf": CDFS[name][0]}
-    assert khot.soft_rank(x, **options).tolist() == pytest.approx([2.5] * 4)
-    P = khot.soft_permutation(x, **options)
-    torch.testing.assert_close(P, torch.full_like(P, 0.25), rtol=0, atol=1e-12)
-    if math.isinf(value):
-        assert torch.equal(khot.soft_sort(x, **options), x)
-
-
 @pytest.mark.parametrize("name", ["laplace", "logistic"])
 def test_values_that_stand_for_infinity(name: str) -> None:
     for dtype in (torch.float32, torch.float64):
@@ -440,26 +416,7 @@ def test_values_that_stand_for_infinity(name: str) -> None:
 
 # ----------------------------------------------------------------------------------- bad input
 
-OPERATORS: list[Callable[..., Tensor]] = [
-    khot.soft_rank,
-    khot.soft_sort,
-    khot.soft_permutation,
-    khot.log_soft_permutation,
-    khot.soft_median,
-    lambda x, *args, **options: khot.soft_quantile(x, 0.3, *args, **options),
-    lambda x, *args, **options: khot.losses.permutation_cross_entropy(x, X.argsort(-1), *args, **options),
-]
 X = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.1, 0.2, 0.3, 0.4]])
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_bad_arguments(operator: Callable[..., Tensor]) -> None:
-    """In tensors; test_bad_input.py has the rest."""
-    for tau in (f64([1.0, 0.0]), f64(-1.0)):
-        with pytest.raises(ValueError, match=r"^tau must be finite and > 0, but got"):
-            operator(X, tau=tau)
-    with pytest.raises(ValueError, match=r"^tau must broadcast"):
-        operator(X, tau=torch.ones(3))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def assert_same(got: Any, want: Any) -> None:
     torch.testing.assert_close(tree_leaves(got), tree_leaves(want), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@each
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if not modes.ALIKE.search(row.name)], ids=lambda row: row.name
+)
 def test_saved_program(row: Row) -> None:
     """In eval mode, and in train mode where that gives something else."""
     seen: list[list[Tensor]] = []

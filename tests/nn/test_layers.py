@@ -221,15 +221,12 @@ def test_reset_parameters(row: Layer) -> None:
     assert_same(layer, make(row), row)
 
 
-# one of each kind: shares, costs and batches change what is computed before or after
+#: Names of layers that are traced as others are: what they have of their own is computed before or after.
+ALIKE = re.compile("-shares|-cost|-score|batch-annealed|Experts-(bal|exp|tok)")
+
+
 @pytest.mark.parametrize(
-    "row",
-    [
-        r
-        for r in LAYERS
-        if r.inputs and not re.search("-shares|-cost|-score|batch-annealed|Experts-(bal|exp|tok)", r.name)
-    ],
-    ids=lambda row: row.name,
+    "row", [r for r in LAYERS if r.inputs and not ALIKE.search(r.name)], ids=lambda row: row.name
 )
 def test_compiles_whole(row: Layer) -> None:
     seen: list[Tensor] = []
