@@ -8,6 +8,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -54,6 +55,13 @@ def violation(x: Tensor, bias: Tensor, k: int = K) -> float:
 def counted(x: Tensor, **options: object) -> QuantileBalancer:
     balancer = QuantileBalancer(x.shape[-1], K, **options)  # type: ignore[arg-type]
     balancer(x)
+    return balancer
+
+
+def learn(balancer: QuantileBalancer, x: Tensor, updates: int = 10) -> QuantileBalancer:
+    for _ in range(updates):
+        balancer(x)
+        balancer.update()
     return balancer
 
 
@@ -272,10 +280,7 @@ def test_balances_sharp_probabilities_as_well_as_is_possible(seed: int) -> None:
     """The scores of a token, and the biases, differ by a factor of up to 10⁴⁰."""
     x, k = sharp(seed)
     possible = one_at_a_time(x, k)
-    balancer = QuantileBalancer(x.shape[-1], k)
-    for _ in range(40):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(x.shape[-1], k), x, 40)
     assert violation(x, balancer.bias, k) <= possible + 0.2
     balancer.solve(x)
     assert violation(x, balancer.bias, k) <= possible + 0.1
@@ -289,10 +294,7 @@ def test_experts_of_tiny_scores_share_what_the_others_leave(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     x = torch.rand(200 * experts, experts, generator=g) * 2.0**power
     x[:, 0] = 0.5 + 0.5 * torch.rand(200 * experts, generator=g)
-    balancer = QuantileBalancer(experts, 1)
-    for _ in range(10):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(experts, 1), x)
     assert violation(x, balancer.bias, 1) <= 0.05
 
 
@@ -301,10 +303,7 @@ def test_a_few_enormous_scores_do_not_spoil_the_resolution(lowest: float) -> Non
     """Experts are often closed to tokens by a huge negative score instead of −inf."""
     x = skewed(2048).softmax(-1)
     x[::50, 3] = lowest
-    balancer = QuantileBalancer(E, K)
-    for _ in range(10):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(E, K), x)
     assert violation(x, balancer.bias) < 0.05
 
 
@@ -323,10 +322,7 @@ def test_the_same_bits_for_any_micro_batches_in_any_order() -> None:
 def test_an_expert_closed_to_all_tokens_disturbs_no_other() -> None:
     x = skewed(2048)
     x[:, 5] = -math.inf
-    balancer = QuantileBalancer(E, K)
-    for _ in range(40):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(E, K), x, 40)
     assert balancer.bias.abs().max() < 10
     loads = load(x, balancer.bias)
     others = loads[torch.arange(E) != 5]
@@ -336,10 +332,7 @@ def test_an_expert_closed_to_all_tokens_disturbs_no_other() -> None:
 def test_an_expert_open_to_few_tokens_gets_all_of_them() -> None:
     x = skewed(2048)
     x[100:, 5] = -math.inf
-    balancer = QuantileBalancer(E, K)
-    for _ in range(40):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(E, K), x, 40)
     assert load(x, balancer.bias)[5] >= 95
     assert balancer.bias.abs().max() < 50
 
@@ -381,13 +374,6 @@ def test_balancers_that_are_updated_together_have_the_bits_of_each_alone() -> No
         for (name, got), want in zip(layers.named_buffers(), alone.buffers(), strict=True):
             assert torch.equal(got, want), name
     assert [int(layer.updates) for layer in layers] == [4, 4, 2, 4, 4, 4, 4]
-
-
-def test_update_all_refuses_what_is_no_module_or_group() -> None:
-    with pytest.raises(TypeError, match="modules must be modules, but one of them is str"):
-        QuantileBalancer.update_all(["model"])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match=r"group must be a torch\.distributed.ProcessGroup, but got int"):
-        QuantileBalancer(E, K).update(3)
 
 
 # ------------------------------------------------------------------------------------ the cold start
@@ -491,9 +477,7 @@ def test_a_state_with_one_octave_for_all_experts_is_loaded(octave: int, assign: 
     state = {"bias": normal(E).float(), "updates": torch.tensor(3), "octave": torch.tensor(octave)}
     balancer.load_state_dict(state, assign=assign)
     assert balancer.updates == 3 and torch.equal(balancer.octave, torch.full((E,), octave))
-    for _ in range(10):
-        balancer(x)
-        balancer.update()
+    learn(balancer, x)
     assert violation(x, balancer.bias) < 0.05
 
 
@@ -529,19 +513,37 @@ def test_half_precision_counts_like_the_same_scores_in_float32(dtype: torch.dtyp
 # ------------------------------------------------------------------------------------ errors
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        ((4, 4), {}, r"k must lie in \[1, 3\], but got 4"),
-        ((4, 2), {"bins": 100}, "bins must be a power of two, but got 100"),
-        ((4, 2), {"bins": 32}, "bins must lie in"),
-        ((4, 2), {"ema": 1}, "ema must lie in"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range(args: tuple[int, int], options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        QuantileBalancer(*args, **options)  # type: ignore[arg-type]
+BALANCER = partial(QuantileBalancer, E, K)
+ROUTER = partial(TokenChoiceRouter, 5, E, k=K, balancer=QuantileBalancer(E, K))
+REFUSED: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
+    "k": (partial(QuantileBalancer, 4, 4), {}, r"k must lie in \[1, 3\], but got 4"),
+    "bins": (BALANCER, {"bins": 100}, "bins must be a power of two, but got 100"),
+    "few bins": (BALANCER, {"bins": 32}, "bins must lie in"),
+    "ema": (BALANCER, {"ema": 1}, "ema must lie in"),
+    "parts": (BALANCER, {"groups": 5}, "groups must divide num_experts=16, but got 5"),
+    "no groups": (BALANCER, {"groups": 0}, r"groups must lie in \[1, 16\], but got 0"),
+    "top groups": (BALANCER, {"groups": 4, "top_groups": 5}, r"top_groups must lie in \[1, 4\], but got 5"),
+    "small groups": (
+        BALANCER,
+        {"groups": 8, "top_groups": 1},
+        "top_groups=1 of groups=8 have 2 experts, but got k=3",
+    ),
+    "a router of another k": (ROUTER, {"k": K + 1}, "num_experts=16 and k=4, but got num_experts=16 and k=3"),
+    "a fraction": (ROUTER, {"k": 2.5}, "k=2.5"),
+    "a schedule": (ROUTER, {"k": khot.nn.Anneal(4.0, 2.0, steps=4)}, "k=Anneal"),
+    "a learned k": (ROUTER, {"learnable_k": True}, "balancer must have"),
+    "other experts": (ROUTER, {"balancer": QuantileBalancer(E + 1, K)}, "got num_experts=17"),
+    "a string": (QuantileBalancer.update_all, {"modules": ["model"]}, "modules, but one of them is str"),
+    "a number": (QuantileBalancer(E, K).update, {"group": 3}, r"must be a torch\.distributed.ProcessGroup"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case: str) -> None:
+    call, options, message = REFUSED[case]
+    error = TypeError if case in ("a string", "a number") else ValueError
+    with pytest.raises(error, match=message):
+        call(**options)
 
 
 # ------------------------------------------------------------------------------------ in a router
@@ -590,22 +592,6 @@ def test_a_balanced_router_counts_no_padding() -> None:
     assert router.balancer.counts.sum() == 26 * E
 
 
-@pytest.mark.parametrize(
-    ("k", "options", "message"),
-    [
-        (K + 1, {}, "num_experts=16 and k=4, but got num_experts=16 and k=3"),
-        (2.5, {}, "k=2.5"),
-        (khot.nn.Anneal(4.0, 2.0, steps=4), {}, "k=Anneal"),
-        (K, {"learnable_k": True}, "balancer must have"),
-        (K, {"balancer": QuantileBalancer(E + 1, K)}, "got num_experts=17"),
-    ],
-    ids=["another k", "fraction", "module", "learned", "another number of experts"],
-)
-def test_a_balancer_of_another_router(k: object, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TokenChoiceRouter(5, E, k, **{"balancer": QuantileBalancer(E, K), **options})  # type: ignore[arg-type]
-
-
 # ------------------------------------------------------------------------------------ groups
 
 
@@ -635,10 +621,7 @@ def test_groups_of_experts(groups: int, top: int) -> None:
 def test_one_bias_per_expert_balances_groups(kind: str) -> None:
     """In 20 updates, for sigmoids in 10."""
     x = SCORES[kind](skewed(8192, 64))
-    balancer = QuantileBalancer(64, 4, groups=8, top_groups=4)
-    for _ in range(10 if kind == "sigmoid" else 20):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(64, 4, groups=8, top_groups=4), x, 10 if kind == "sigmoid" else 20)
     before = balancer.load
     balancer(x)
     balancer.update()
@@ -659,10 +642,7 @@ def test_groups_that_hold_hardly_more_than_k(experts: int, k: int, groups: int, 
     """A token that an expert has is lost with its group, too. With all experts of the open groups chosen, it
     is lost in no other way."""
     x = normal(4096, experts).float() + torch.linspace(0, 1, experts)
-    balancer = QuantileBalancer(experts, k, groups=groups, top_groups=top)
-    for _ in range(30):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(experts, k, groups=groups, top_groups=top), x, 30)
     assert balancer.load.max() / balancer.load.double().mean() - 1 <= 0.05
     assert balancer.bias.min() > -20
 
@@ -680,25 +660,8 @@ def test_all_groups_are_no_groups() -> None:
 def test_closed_experts_and_bad_tokens_in_groups() -> None:
     x = skewed(256)
     x[:, 5], x[3, 2] = -math.inf, math.nan
-    balancer = QuantileBalancer(E, K, groups=4, top_groups=2)
-    for _ in range(4):
-        balancer(x)
-        balancer.update()
+    balancer = learn(QuantileBalancer(E, K, groups=4, top_groups=2), x, 4)
     assert balancer.bias.isfinite().all() and balancer.load.sum() == K * 255 and balancer.load[5] == 0
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        ({"groups": 5}, "groups must divide num_experts=16, but got 5"),
-        ({"groups": 0}, r"groups must lie in \[1, 16\], but got 0"),
-        ({"groups": 4, "top_groups": 5}, r"top_groups must lie in \[1, 4\], but got 5"),
-        ({"groups": 8, "top_groups": 1}, "top_groups=1 of groups=8 have 2 experts, but got k=3"),
-    ],
-)
-def test_bad_groups(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        QuantileBalancer(E, K, **options)
 
 
 def test_the_load_of_the_last_update() -> None:
