@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +190,14 @@ class Model(nn.Module):
 TOKENS = torch.arange(36).view(4, 9) % 9
 
 
-def on_sae(make_sae: Callable[[], TopKSAE], call: Callable[[TopKSAE], Any]) -> Any:
+def on(
+    of: Callable[[], Any], call: Callable[[Any], Any], before: Callable[[Any], Any] = lambda _: None
+) -> Any:
+    """Makes a row's module, which ``before`` prepares, and its call of it."""
+
     def make() -> tuple[list[nn.Module], Callable[[], Any]]:
-        layer = make_sae()
+        layer = of()
+        before(layer)
         return [layer], lambda: call(layer)
 
     return make
@@ -257,18 +263,18 @@ FITS = {
 }
 ROWS = [
     *(
-        Row("nn.fit_sae", on_sae(make, call), changed, raises=error, case=case)
+        Row("nn.fit_sae", on(make, call), changed, raises=error, case=case)
         for case, (make, call, changed, error) in FITS.items()
     ),
     Row(
         "nn.fit_sae",
-        on_sae(annealed, lambda s: fit(s, x() * torch.nan, 3)),
+        on(annealed, lambda s: fit(s, x() * torch.nan, 3)),
         raises=FloatingPointError,
         case="not finite",
         may=COUNTED | {"gradients"},  # a forward pass was made
     ),
     *(
-        Row("nn.unexplained", on_sae(lasting, lambda s, z=z: khot.nn.unexplained(s, z())), raises=error)
+        Row("nn.unexplained", on(lasting, lambda s, z=z: khot.nn.unexplained(s, z())), raises=error)
         for z, error in ((x, None), (broken, Stop), (lambda: x()[:, 1:], ValueError))
     ),
     Row("nn.loss_recovered", recovering()),
@@ -286,15 +292,6 @@ PARAMETRISED = {"class", "names"}
 
 def pair() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
-
-def on_pair(call: Callable[[Any], Any], before: Callable[[Any], Any]) -> Any:
-    def make() -> tuple[list[nn.Module], Callable[[], Any]]:
-        model = pair()
-        before(model)
-        return [model], lambda: call(model)
-
-    return make
 
 
 def both(model: Any, amount: Any = 0.5, second: str = "weight", **options: Any) -> None:
@@ -320,7 +317,7 @@ for name, error, case, call, before in (
 ):
     changed = PARAMETRISED | ({"parameters"} if name == "make_permanent" else set())
     sets = ((), ()) if error else (changed, {"hooks"})
-    ROWS.append(Row(f"nn.{name}", on_pair(call, before), *sets, error, case=case))
+    ROWS.append(Row(f"nn.{name}", on(pair, call, before), *sets, error, case=case))
 
 
 # ----------------------------------------------------------------------------- layers of other libraries
@@ -347,18 +344,6 @@ def to_layer(**options: Any) -> Any:
     return make
 
 
-def from_layer(**options: Any) -> Any:
-    def make() -> tuple[list[nn.Module], Callable[[], Any]]:
-        source = AutoEncoderTopK()
-
-        def call() -> None:
-            khot.nn.sae_from_layout(source, **options)
-
-        return [source], call
-
-    return make
-
-
 def mixtral() -> Any:
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -366,26 +351,23 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-def on_mixtral(call: Callable[[Any], Any], before: Callable[[Any], Any] = lambda m: None) -> Any:
-    def make() -> tuple[list[nn.Module], Callable[[], Any]]:
-        model = mixtral()
-        before(model)
-        return [model], lambda: call(model)
-
-    return make
-
-
 ROWS += [
-    Row("nn.sae_to_layout", on_sae(sae, lambda s: khot.nn.sae_to_layout(s, "saelens"))),
+    Row("nn.sae_to_layout", on(sae, lambda s: khot.nn.sae_to_layout(s, "saelens"))),
     Row("nn.sae_to_layout", to_layer(), {"parameters", "buffer k"}, case="to a layer"),
     Row("nn.sae_to_layout", to_layer(batch=True), raises=ValueError, case="to another layer"),
-    Row("nn.sae_from_layout", from_layer(), may={"random numbers"}),  # a layer is made
-    Row("nn.sae_from_layout", from_layer(batch=True), raises=ValueError),
-    Row("transformers.balance", on_mixtral(balance), PARAMETRISED),  # of the routers
-    Row("transformers.balance", on_mixtral(lambda m: balance(m, bins=3)), raises=ValueError, case="bins"),
-    Row("transformers.balance", on_mixtral(lambda m: balance(m, ema=2.0)), raises=ValueError, case="ema"),
-    Row("transformers.unbalance", on_mixtral(khot.transformers.unbalance, balance), PARAMETRISED),
-    Row("transformers.unbalance", on_mixtral(khot.transformers.unbalance), raises=ValueError),
+    Row(
+        "nn.sae_from_layout", on(AutoEncoderTopK, khot.nn.sae_from_layout), may={"random numbers"}
+    ),  # a layer is made
+    Row(
+        "nn.sae_from_layout",
+        on(AutoEncoderTopK, partial(khot.nn.sae_from_layout, batch=True)),
+        raises=ValueError,
+    ),
+    Row("transformers.balance", on(mixtral, balance), PARAMETRISED),  # of the routers
+    Row("transformers.balance", on(mixtral, lambda m: balance(m, bins=3)), raises=ValueError, case="bins"),
+    Row("transformers.balance", on(mixtral, lambda m: balance(m, ema=2.0)), raises=ValueError, case="ema"),
+    Row("transformers.unbalance", on(mixtral, khot.transformers.unbalance, balance), PARAMETRISED),
+    Row("transformers.unbalance", on(mixtral, khot.transformers.unbalance), raises=ValueError),
 ]
 
 
@@ -400,14 +382,6 @@ def counted() -> QuantileBalancer:
     balancer.update()
     balancer(SCORES * torch.linspace(0.1, 4, 6) + torch.arange(6))
     return balancer
-
-
-def on_balancer(call: Callable[[Any], Any]) -> Any:
-    def make() -> tuple[list[nn.Module], Callable[[], Any]]:
-        balancer = counted()
-        return [balancer], lambda: call(balancer)
-
-    return make
 
 
 class Mixed(nn.Module):
@@ -450,7 +424,7 @@ LENGTH = {"settings"}
 
 ROWS += [
     *(
-        Row(f"nn.QuantileBalancer.{name}", on_balancer(call), UPDATED, OCTAVE)
+        Row(f"nn.QuantileBalancer.{name}", on(counted, call), UPDATED, OCTAVE)
         for name, call in {
             "update": lambda b: b.update(),
             "update_all": QuantileBalancer.update_all,
@@ -460,11 +434,11 @@ ROWS += [
     ),
     Row(
         "nn.QuantileBalancer.update_all",
-        on_balancer(lambda b: QuantileBalancer.update_all([b, 3])),  # type: ignore[list-item]
+        on(counted, lambda b: QuantileBalancer.update_all([b, 3])),  # type: ignore[list-item]
         raises=TypeError,
     ),
     *(
-        Row("nn.QuantileBalancer.solve", on_balancer(lambda b, g=given: b.solve(*g)), raises=ValueError)
+        Row("nn.QuantileBalancer.solve", on(counted, lambda b, g=given: b.solve(*g)), raises=ValueError)
         for given in ((SCORES[:, 1:],), (SCORES, SCORES > 0))
     ),
 ]
@@ -495,14 +469,6 @@ ROWS += [
 # ------------------------------------------------------------------------------------ methods of layers
 
 
-def on_layer(name: str, call: Callable[[Any], Any]) -> Any:
-    def make() -> tuple[list[nn.Module], Callable[[], Any]]:
-        layer = modes.make(name)
-        return [layer], lambda: call(layer)
-
-    return make
-
-
 def inputs_of(name: str) -> tuple[Tensor, ...]:
     return modes.ROWS[name].inputs
 
@@ -528,7 +494,7 @@ for name in modes.ROWS:
     given = inputs_of(name)
     short = (z[..., :-2] if z.is_floating_point() else z for z in given[:1])
     run, frozen, fail, narrow = (
-        on_layer(name, call)
+        on(partial(modes.make, name), call)
         for call in (
             lambda layer, given=given: layer(*given),
             torch.no_grad()(lambda layer, given=given: layer(*given)),
@@ -546,17 +512,13 @@ for name in modes.ROWS:
         ROWS.append(Row(path, narrow, raises=Exception, case=f"{name} narrow", training=True))
 
 
-def dropping() -> tuple[list[nn.Module], Callable[[], Any]]:
-    layer, given = khot.nn.TopKAttention(8, 2, 3, tau=0.5, dropout=0.2), torch.randn(5, 2, 8)
-    return [layer], lambda: layer(given, given, given)
-
-
-def jittering() -> tuple[list[nn.Module], Callable[[], Any]]:
-    layer = khot.nn.TopKRouter(D, 4, 2, jitter=0.1, balancer=QuantileBalancer(4, 2, bins=64))
-    given = x()
-    return [layer], lambda: layer(given)
-
-
+dropping = on(
+    lambda: khot.nn.TopKAttention(D, 2, 3, tau=0.5, dropout=0.2), lambda layer: layer(x(), x(), x())
+)
+jittering = on(
+    lambda: khot.nn.TopKRouter(D, 4, 2, jitter=0.1, balancer=QuantileBalancer(4, 2, bins=64)),
+    lambda layer: layer(x()),
+)
 RANDOM = {"random numbers"}
 ROWS += [
     Row("nn.TopKAttention.forward", dropping, RANDOM, case="dropout", training=True),
@@ -578,7 +540,7 @@ for method, (call, writes) in METHODS.items():
         ROWS.append(
             Row(
                 f"nn.TopKSAE.{method}",
-                on_layer("TopKSAE", call),
+                on(partial(modes.make, "TopKSAE"), call),
                 writes if mode else (),
                 case="train" if mode else "eval",
                 training=mode,
@@ -587,7 +549,7 @@ for method, (call, writes) in METHODS.items():
     ROWS.append(
         Row(
             f"nn.TopKSAE.{method}",
-            on_layer("TopKSAE", lambda s, method=method: getattr(s, method)("no tensor")),
+            on(partial(modes.make, "TopKSAE"), lambda s, method=method: getattr(s, method)("no tensor")),
             raises=Exception,
             training=True,
         )
@@ -605,16 +567,16 @@ def predicted(layer: Any) -> Tensor:
 
 
 ROWS += [
-    Row("nn.Anneal.step", on_layer("Anneal", lambda a: a.step()), STEPPED),
+    Row("nn.Anneal.step", on(partial(modes.make, "Anneal"), lambda a: a.step()), STEPPED),
     *(
-        Row(f"nn.SoftKNN.{call.__name__}", on_layer("SoftKNN-learned", run), training=mode)
+        Row(f"nn.SoftKNN.{call.__name__}", on(partial(modes.make, "SoftKNN-learned"), run), training=mode)
         for call, run in ((khot.nn.SoftKNN.loss, judged), (khot.nn.SoftKNN.predict, predicted))
         for mode in (True, False)
     ),
     *(
         Row(
             f"nn.TopKSAE.{name}",
-            on_sae(sae, lambda s, name=name: setattr(s, name, torch.ones_like(getattr(s, name)))),
+            on(sae, lambda s, name=name: setattr(s, name, torch.ones_like(getattr(s, name)))),
             {"parameters"} | more,
             case="assigned",
         )
@@ -627,7 +589,7 @@ ROWS += [
     *(
         Row(
             f"nn.TopKSAE.{name}",
-            on_sae(sae, lambda s, name=name: setattr(s, name, torch.ones(2))),
+            on(sae, lambda s, name=name: setattr(s, name, torch.ones(2))),
             raises=ValueError,
             case="assigned",
         )
@@ -640,14 +602,19 @@ OWN_STATE = {"parameters", "random numbers"}
 for public, name in OF_CLASS.items():
     kind = getattr(khot.nn, public)
     ROWS.append(
-        Row(f"nn.{public}.train", on_layer(name, lambda layer: layer.eval()), {"modes"}, training=True)
+        Row(
+            f"nn.{public}.train",
+            on(partial(modes.make, name), lambda layer: layer.eval()),
+            {"modes"},
+            training=True,
+        )
     )
     if hasattr(kind, "reset_parameters") and public != "QuantileBalancer":
         buffers = {name for name, _ in modes.make(name).named_buffers()}
         ROWS.append(
             Row(
                 f"nn.{public}.reset_parameters",
-                on_layer(name, lambda layer: layer.reset_parameters()),
+                on(partial(modes.make, name), lambda layer: layer.reset_parameters()),
                 may=OWN_STATE | {f"buffer {each.rpartition('.')[2]}" for each in buffers},
             )
         )
