@@ -6,11 +6,12 @@ import contextlib
 import copy
 import functools
 import inspect
+import operator
 import pickle
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import khot
+import processes
 
 
 @contextmanager
@@ -39,20 +41,10 @@ def collectives() -> Iterator[list[int]]:
         sizes.append(block.numel() * block.element_size())
         return real(block, *args, **options)
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise AssertionError("a row must not be gathered")
-
     names = ("all_gather", "all_gather_into_tensor", "gather", "broadcast", "all_to_all", "reduce_scatter")
-    saved = {name: getattr(dist, name) for name in names}
-    dist.all_reduce = counting
-    for name in names:
-        setattr(dist, name, refuse)
-    try:
+    refuse = mock.Mock(side_effect=AssertionError("a row must not be gathered"))
+    with mock.patch.multiple(dist, all_reduce=counting, **dict.fromkeys(names, refuse)):
         yield sizes
-    finally:
-        dist.all_reduce = real
-        for name in names:
-            setattr(dist, name, saved[name])
 
 
 def shard(value: Any, cuts: list[int], rank: int, n: int) -> Any:
@@ -125,6 +117,32 @@ def derivatives_of_shards(
     return derivatives(name, {**options, "group": group}, args, weights, second)
 
 
+def joined(parts: Sequence[Tensor], like: Tensor, dim: int = -1) -> Tensor:
+    """Shards as one tensor; replicated tensors must be bitwise the same on all ranks."""
+    if -like.dim() <= dim < like.dim() and sum(part.shape[dim] for part in parts) == like.shape[dim]:
+        return torch.cat([*parts], dim)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0]
+
+
+def assert_like_whole_rows(
+    world: int,
+    name: str,
+    options: dict[str, Any],
+    args: list[Tensor],
+    weights: Tensor,
+    cuts: list[int],
+    second: bool = True,
+) -> None:
+    """Values and derivatives of shards are those of whole rows."""
+    given = (name, options, args, weights)
+    shares = processes.run(world, derivatives_of_shards, *given, cuts, second)
+    close, dim = (1e-8, 1) if name in OF_ROWS else (1e-9, -1)
+    for parts, want in zip(zip(*shares, strict=True), derivatives(*given, second), strict=True):
+        got = joined(parts, want, dim)
+        torch.testing.assert_close(got, want, rtol=close, atol=close, equal_nan=True)
+
+
 def passes(group: Any, name: str, options: dict[str, Any], args: list[Tensor], cuts: list[int]) -> Tensor:
     """How many passes over each row the search for its threshold takes."""
     kernel = sys.modules[f"khot._kernels.reference.{name}"]
@@ -132,37 +150,19 @@ def passes(group: Any, name: str, options: dict[str, Any], args: list[Tensor], c
 
     def counting(*problem: Any) -> Any:
         found = root(*problem)
-        counted.append(found[2])
+        counted.append(found[2].flatten())
         return found
 
-    root = kernel.root
-    n = args[0].shape[-1]
-    mine = [shard(v, cuts, group.rank(), n) for v in args]
-    setattr(kernel, "root", counting)  # noqa: B010
-    try:
-        getattr(khot, name)(*mine, group=group, **options)
-    finally:
-        setattr(kernel, "root", root)  # noqa: B010
-    return torch.cat([found.flatten() for found in counted])
+    root, n = kernel.root, args[0].shape[-1]
+    with mock.patch.object(kernel, "root", counting):
+        getattr(khot, name)(*(shard(v, cuts, group.rank(), n) for v in args), group=group, **options)
+    return torch.cat(counted)
 
 
 def rows_assigned(group: Any, x: Tensor, k: float, options: dict[str, Any], cuts: list[int]) -> Tensor:
     mine = slice(cuts[group.rank()], cuts[group.rank() + 1])
     options = {name: v[mine] if isinstance(v, Tensor) else v for name, v in options.items()}
     return khot.soft_assign(x[mine], k, group=group, **options)
-
-
-def assignment_fails(group: Any, x: Tensor, changed: list[dict[str, Any]]) -> str:
-    """The error of an assignment of 2 x 4 rows, or of fewer ``rows`` of a process."""
-    options = {"k": 1.0, "tau": 0.1, **changed[group.rank()]}
-    x = x[: options.pop("rows", len(x))]
-    if "mask" in options and "k" not in changed[group.rank()]:
-        options["k"], options["capacity"] = 1.0, 8 / 3
-    try:
-        khot.soft_assign(x, group=group, **options)
-    except ValueError as error:
-        return str(error)
-    return "none"
 
 
 def call(
@@ -197,7 +197,7 @@ def failure(group: Any, name: str, calls: list[tuple[tuple[Any, ...], dict[str, 
     """The error of a call with different arguments on each rank; after it, a correct call must work."""
     args, options = calls[group.rank()]
     try:
-        getattr(khot, name)(*args, **options, group=group)
+        operator.attrgetter(name)(khot)(*args, **options, group=group)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     else:
@@ -233,15 +233,15 @@ def on_dtensors(
         x = distribute_tensor(args[0], mesh, placements).requires_grad_()
     k, tau = (v.clone().requires_grad_() for v in args[1:])
 
-    def operator(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+    def function(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
         if name == "topk_mask":
             return khot.topk_mask(x, k, **options)
         return getattr(khot, name)(x, k, tau=tau, **options)
 
     if compiled:
         torch.compiler.reset()
-        operator = torch.compile(operator, backend="aot_eager", fullgraph=True, dynamic=False)
-    y = operator(x, k, tau)
+        function = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+    y = function(x, k, tau)
     values, where = [y.detach()], [str(y.placements)]  # type: ignore[attr-defined]
     if y.requires_grad:
         cotangent = distribute_tensor(weights, mesh, y.placements)  # type: ignore[attr-defined]
@@ -252,8 +252,8 @@ def on_dtensors(
 
 def compiled_with_a_group(group: Any, name: str, x: Tensor, cuts: list[int]) -> list[Tensor]:
     torch.compiler.reset()
-    operator = getattr(khot, name)
-    compiled = torch.compile(lambda x: operator(x, 3.0, group=group), backend="aot_eager", fullgraph=True)
+    function = getattr(khot, name)
+    compiled = torch.compile(lambda x: function(x, 3.0, group=group), backend="aot_eager", fullgraph=True)
     x = shard(x, cuts, group.rank(), x.shape[-1]).requires_grad_()
     y = compiled(x)
     if y.requires_grad:
@@ -266,11 +266,11 @@ def compiled_order_statistics(
 ) -> list[list[Tensor]]:
     """The values and gradients of compiled and of eager code."""
     torch.compiler.reset()
-    operator = getattr(khot, name)
+    whole = getattr(khot, name)
     options = {key: shard(value, cuts, group.rank(), x.shape[-1]) for key, value in options.items()}
 
     def call(x: Tensor, argument: Tensor) -> Tensor:
-        return operator(x, argument, **options, group=group)
+        return whole(x, argument, **options, group=group)
 
     found = []
     for function in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
@@ -387,14 +387,6 @@ def three_steps(model: nn.Module, x: Tensor, target: Tensor, share: slice = slic
         optimizer.step()
     with torch.no_grad():
         return _full(model.eval()(x)).clone()
-
-
-def sampling_failure(group: Any, probs: Tensor) -> str:
-    try:
-        khot.sampling.sample(probs if group.rank() else probs.clamp(0, 1), group=group)
-    except ValueError as error:
-        return str(error)
-    return "ok"
 
 
 # -------------------------------------------------------------------- balanced experts

@@ -360,12 +360,7 @@ def test_rows_over_processes(special: bool, at_most: bool, cuts: list[int]) -> N
     args = [x, k, capacity, torch.tensor([0.3, 1.0]).double()]
     weights = scores(2, 9, 4, seed=10)
     options = {"at_most": at_most}
-    parts = processes.run(2, shards.derivatives_of_shards, "soft_assign", options, args, weights, cuts)
-    for i, whole in enumerate(shards.derivatives("soft_assign", options, args, weights)):
-        shares = [part[i] for part in parts]
-        spread = i in (0, 1, 2, 5, 6, 9, 10)  # y, and what belongs to x and k
-        for share in shares if not spread else [torch.cat(shares, 1)]:
-            torch.testing.assert_close(share, whole, rtol=1e-8, atol=1e-8)
+    shards.assert_like_whole_rows(2, "soft_assign", options, args, weights, cuts)
 
 
 def test_rows_over_processes_have_equal_columns_by_default_and_masks() -> None:
@@ -381,13 +376,17 @@ def test_rows_over_processes_have_equal_columns_by_default_and_masks() -> None:
         ("all processes of group must pass the same arguments", [{"tau": 0.1}, {"tau": 0.2}]),
         ("capacity must have a sum that is the same as that of k, 8", [{"capacity": 4.0}] * 2),
         ("k must lie in", [{"k": 4.0}, {}]),
-        ("but got 2.6666666666666665 for a column with 0", [{"mask": torch.tensor([True, True, False])}] * 2),
+        (
+            "but got 2.6666666666666665 for a column with 0",
+            [{"mask": torch.tensor([True, True, False]), "capacity": 8 / 3}] * 2,
+        ),
     ],
 )
 def test_bad_input_over_processes(why: str, changed: list[dict[str, Any]]) -> None:
     """Each process has an error: none waits for another."""
-    for message in processes.run(2, shards.assignment_fails, scores(4, 3), changed):
-        assert why in message
+    calls = [((), {"input": scores(4, 3), "k": 1.0, "tau": 0.1, **one}) for one in changed]
+    for message in processes.run(2, shards.failure, "soft_assign", calls):
+        assert message.startswith("ValueError") and why in message
 
 
 @pytest.mark.parametrize("tau", [1e-3, 1e-2, 0.1])

@@ -483,13 +483,8 @@ def test_rows_over_processes(cuts: list[int], total: bool, cdf: str) -> None:
     ]
     weights = scores(2, 9, 4, seed=10)
     args = args if total else args[:-1]
-    given = ("soft_assign within bounds", {"cdf": cdf}, args, weights)
-    parts = processes.run(2, shards.derivatives_of_shards, *given, cuts, False)
-    for i, whole in enumerate(shards.derivatives(*given, False)):
-        shares = [part[i] for part in parts]
-        spread = i < 4  # y, and what belongs to x and the bounds of rows
-        for share in shares if not spread else [torch.cat(shares, 1)]:
-            torch.testing.assert_close(share, whole, rtol=1e-8, atol=1e-8)
+    given = ("soft_assign within bounds", {"cdf": cdf}, args, weights, cuts)
+    shards.assert_like_whole_rows(2, *given, second=False)
 
 
 NARROW = torch.tensor([[True, False, False]] * 3 + [[True] * 3])  # three rows have one column in common
@@ -505,12 +500,12 @@ NARROW = torch.tensor([[True, False, False]] * 3 + [[True] * 3])  # three rows h
         ("capacity must leave room for k", [{"capacity": (0, 2.9), "mask": NARROW}, {"capacity": (0, 2.9)}]),
         (
             "capacity must leave room for k",
-            [{"capacity": (0, 2.9), "mask": NARROW}, {"capacity": (0, 2.9), "rows": 0}],
+            [{"capacity": (0, 2.9), "mask": NARROW}, {"capacity": (0, 2.9), "input": scores(0, 3)}],
         ),
     ],
 )
 def test_bad_input_over_processes(why: str, changed: list[dict[str, Any]]) -> None:
     """Each process has an error: none waits for another."""
-    changed = [{"k": (1, 2), **one} for one in changed]
-    for message in processes.run(2, shards.assignment_fails, scores(4, 3), changed):
-        assert why in message
+    calls = [((), {"input": scores(4, 3), "k": (1, 2), "tau": 0.1, **one}) for one in changed]
+    for message in processes.run(2, shards.failure, "soft_assign", calls):
+        assert message.startswith("ValueError") and why in message

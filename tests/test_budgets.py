@@ -540,13 +540,7 @@ def test_rows_over_processes(cdf: str, by: str) -> None:
     args = [x, cost, budget, f64(0.7, 1.0, 0.3)]
     weights = problem("uniform", 3, 12, seed=3)[0]
     options = {"cdf": cdf, "by": by}
-    parts = processes.run(2, shards.derivatives_of_shards, "soft_budget", options, args, weights, [0, 5, 12])
-    want = shards.derivatives("soft_budget", options, args, weights)
-    for i, whole in enumerate(want):
-        shares = [part[i] for part in parts]
-        sharded = shares[0].shape != whole.shape
-        got = torch.cat(shares, -1) if sharded else shares[1]
-        torch.testing.assert_close(got, whole, rtol=1e-9, atol=1e-9)
+    shards.assert_like_whole_rows(2, "soft_budget", options, args, weights, [0, 5, 12])
     with pytest.raises(RuntimeError, match="hard must be False with a group"):
         processes.run(
             2, shards.derivatives_of_shards, "soft_budget", {"hard": True}, args, weights, [0, 5, 12]

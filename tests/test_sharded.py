@@ -39,14 +39,6 @@ worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
 every = pytest.mark.parametrize(("name", "options"), OPERATORS, ids=str)
 
 
-def joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """Shards as one tensor; replicated tensors must be bitwise the same on all ranks."""
-    if like.dim() and sum(part.shape[-1] for part in parts) == like.shape[-1]:
-        return torch.cat(parts, -1)
-    assert all(torch.equal(part, parts[0]) for part in parts)
-    return parts[0]
-
-
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -64,10 +56,7 @@ def test_equals_the_whole_row(world: int, name: str, options: dict[str, Any]) ->
     if world == 3:
         options = {**options, "mask": mask}
     weights = scores(3, N, seed=1)
-    shares = processes.run(world, shards.derivatives_of_shards, name, options, args, weights, CUTS[world])
-    expected = shards.derivatives(name, options, args, weights)
-    for parts, want in zip(zip(*shares, strict=True), expected, strict=True):
-        assert_close(joined(list(parts), want), want, 1e-9)
+    shards.assert_like_whole_rows(world, name, options, args, weights, CUTS[world])
 
 
 @pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", POWER], ids=str)
@@ -82,11 +71,11 @@ def test_the_adversarial_list(cdf: Any) -> None:
         options = {"cdf": cdf}
         shares = processes.run(4, shards.derivatives_of_shards, "soft_topk", options, args, weights, cuts)
         expected = shards.derivatives("soft_topk", options, args, weights)
-        assert_close(joined([share[0] for share in shares], x), expected[0], 2e-12)
+        assert_close(shards.joined([share[0] for share in shares], x), expected[0], 2e-12)
         for i in range(1, 4):
             parts = [share[i] for share in shares]
             scale = 1 / tau if i < 3 else 1
-            assert_close(joined(parts, expected[i]) / scale, expected[i] / scale, 1e-8)
+            assert_close(shards.joined(parts, expected[i]) / scale, expected[i] / scale, 1e-8)
 
 
 # Rows of which a part lies so far from the threshold, in τ, that its densities underflow.
@@ -114,7 +103,7 @@ def test_derivatives_with_shards_far_away(cdf: Any, name: str, where: str) -> No
     shares = processes.run(4, shards.derivatives_of_shards, name, {"cdf": cdf}, args, weights, cuts)
     expected = shards.derivatives(name, {"cdf": cdf}, args, weights)
     for parts, want in zip(zip(*shares, strict=True), expected, strict=True):
-        got = joined(list(parts), want)
+        got = shards.joined(parts, want)
         assert got.nan_to_num(posinf=0, neginf=0).isfinite().all() and not got.isnan().any()
         assert_close(got, want, 1e-9)
 
@@ -514,10 +503,10 @@ def test_sampling_errors() -> None:
         khot.sampling.gumbel_topk(torch.zeros(4), 2, seed=1)
     with pytest.raises(ValueError, match="with group, design must be 'pareto'"):
         khot.sampling.sample(torch.full((4,), 0.5), "brewer", group="all")
-    told = processes.run(2, shards.sampling_failure, torch.full((4,), 0.5))
-    assert told[0] == told[1] and "at least 2.5 in every row" in told[0]
-    told = processes.run(2, shards.sampling_failure, torch.tensor([0.5, 1.5]))
-    assert told == ["probs must lie in [0, 1], but got 1.5"] * 2
+    for probs, message in (([0.5] * 4, "at least 2.5 in every row"), ([0.5, 1.5], "in [0, 1], but got 1.5")):
+        calls = [((torch.tensor(values),), {}) for values in ([min(p, 1) for p in probs], probs)]
+        told = processes.run(2, shards.failure, "sampling.sample", calls)
+        assert told[0] == told[1] and message in told[0]
 
 
 # -------------------------------------------------------------------- balanced experts
