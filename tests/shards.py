@@ -282,37 +282,41 @@ def compiled_order_statistics(
     return found
 
 
-def checked_operators(group: Any) -> None:
-    """torch.library.opcheck, with the collectives of a group of one."""
-    ops, on = torch.ops.khot, group.group_name
+def checked_operators(group: Any) -> set[str]:
+    """The operators for shards, which are right by torch.library.opcheck with a group of one."""
+    ops, checked = torch.ops.khot, set()
+
+    def check(name: str, *args: Any, on: str = group.group_name) -> Any:
+        op = getattr(ops, f"reference_{name}")
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(op.default, (*args, on), test_utils=tests)
+        checked.add(f"reference_{name}")
+        return op(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args), on)
+
     x = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     k, tau = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([0.5, 1.0, 2.0]).double()
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    one = torch.ones_like(tau)
     for cdf, shape in (("logistic", 0.0), ("power", 1.5)):
-        args = (x, k, tau, cdf, shape, "y", on)
-        out, *t = ops.reference_soft_topk(*args)
-        torch.library.opcheck(ops.reference_soft_topk.default, args, test_utils=tests)
-        backward = (torch.ones_like(out), torch.ones_like(tau), x, *t, tau, cdf, shape, "y", None, on)
-        torch.library.opcheck(ops.reference_soft_topk_backward.default, backward, test_utils=tests)
+        out, *t = check("soft_topk", x, k, tau, cdf, shape, "y")
+        check("soft_topk_backward", torch.ones_like(out), one, x, *t, tau, cdf, shape, "y", None)
+    for centred in (False, True):
+        given = (x, x[:, :3], tau, "normal", 0.0, centred)
+        check("soft_count", *given)
+        check("soft_count_backward", one[:1].expand(3, 3), *given, on="")
     places = torch.stack((k, k + 1), -1)
-    values = ops.reference_order_statistics(x, places, on)
-    torch.library.opcheck(ops.reference_order_statistics.default, (x, places, on), test_utils=tests)
-    backward = (x, values, torch.ones_like(values), on)
-    torch.library.opcheck(ops.reference_order_statistics_backward.default, backward, test_utils=tests)
+    values = check("order_statistics", x, places)
+    check("order_statistics_backward", x, values, torch.ones_like(values))
     for by in ("score", "value"):
-        args = (x, torch.rand(3, 7, dtype=torch.float64) + 0.5, k, tau, "logistic", 1.0, by, False, on)
-        y, *t = ops.reference_soft_budget(*args)
-        torch.library.opcheck(ops.reference_soft_budget.default, args, test_utils=tests)
-        backward = (torch.ones_like(y), torch.ones_like(tau), *args[:2], *t, *args[3:])
-        torch.library.opcheck(ops.reference_soft_budget_backward.default, backward, test_utils=tests)
-    for op in (ops.reference_total.default, ops.reference_share.default):
-        torch.library.opcheck(op, (tau.clone().requires_grad_(), on), test_utils=tests)
-    torch.library.opcheck(ops.reference_topk_mask.default, (x, k, on), test_utils=tests)
-    args = (x.abs(), k, tau, 1.5, False, on)
-    y, hi, lo = ops.reference_soft_topk_magnitude(*args)
-    torch.library.opcheck(ops.reference_soft_topk_magnitude.default, args, test_utils=tests)
-    backward = (torch.ones_like(y), torch.ones_like(lo), x.abs(), y, k, hi, lo, tau, 1.5, False, on)
-    torch.library.opcheck(ops.reference_soft_topk_magnitude_backward.default, backward, test_utils=tests)
+        args = (x, torch.rand(3, 7, dtype=torch.float64) + 0.5, k, tau, "logistic", 1.0, by, False)
+        y, *t = check("soft_budget", *args)
+        check("soft_budget_backward", torch.ones_like(y), one, *args[:2], *t, *args[3:])
+    for name in ("total", "share"):
+        check(name, tau.clone().requires_grad_())
+    check("topk_mask", x, k)
+    y, hi, lo = check("soft_topk_magnitude", x.abs(), k, tau, 1.5, False)
+    grads = (torch.ones_like(y), one)
+    check("soft_topk_magnitude_backward", *grads, x.abs(), y, k, hi, lo, tau, 1.5, False)
+    return checked
 
 
 def left_alone(group: Any) -> tuple[str, float]:

@@ -126,7 +126,6 @@ def test_compiles(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, want)
     for x, y in zip(*(torch.autograd.grad(y.sum(), (a, b)) for y in (got, want)), strict=True):
         torch.testing.assert_close(x, y)
-    torch.library.opcheck(torch.ops.khot.product.default, (a.detach()[0].requires_grad_(), b))
 
 
 def test_compiles_with_transforms() -> None:

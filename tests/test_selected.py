@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
-from khot._core.dispatch import OPERATORS
 from khot._ops import selected
 from khot._ops.selected import best_of_product, selected_dot, selected_sum
 
@@ -381,24 +380,6 @@ def test_a_few_products_of_half_precision_widen_no_matrix() -> None:
     with _Largest() as largest:
         selected_dot(M[:2], M, torch.tensor([[1, 2], [3, 4]]))
     assert largest.size <= 16
-
-
-@pytest.mark.parametrize("operator", ["best_of_product", "selected_sum", "selected_dot", "selected_outer"])
-def test_opcheck(operator: str) -> None:
-    x, weight, bias = of_sizes((4, 5), 9)
-    i = torch.randint(0, 9, (4, 3), generator=torch.Generator().manual_seed(0))
-    w = x.detach()[:, :3].clone().requires_grad_()
-    args: dict[str, list[tuple[Any, ...]]] = {
-        "best_of_product": [
-            (x.detach(), weight.detach(), bias.detach(), 3),
-            (x.detach(), weight.detach(), None, 3),
-        ],
-        "selected_sum": [(w, weight, i)],
-        "selected_dot": [(x, weight, i, bias, None), (x, weight, i, None, w.detach())],
-        "selected_outer": [(w, x, i, 9)],
-    }
-    for each in args[operator]:
-        torch.library.opcheck(OPERATORS[operator].overload, each)
 
 
 X, W = torch.zeros(3, 4), torch.zeros(5, 4)

@@ -19,6 +19,7 @@ import processes
 import shards
 from drawn import normal as scores
 from khot import cdfs
+from khot._core.dispatch import OPERATORS as REGISTERED
 
 N = 23
 CUTS = {1: [0, N], 2: [0, 14, N], 3: [0, 9, 9, N], 4: [0, 0, 2, 15, N]}  # uneven, and some empty
@@ -435,7 +436,8 @@ def test_order_statistics_compiled_with_a_group(
 
 
 def test_opcheck() -> None:
-    processes.run(1, shards.checked_operators)
+    (checked,) = processes.run(1, shards.checked_operators)
+    assert checked == {name for name in REGISTERED if name.startswith("reference_")}
 
 
 # --------------------------------------------------------------------------------- pruning

@@ -3,7 +3,7 @@
 A kernel agrees with the reference kernel in float64 for rows of every kind; does not mind how its arguments
 lie in memory, or that they are broadcast; rounds half precision once; answers a row that has no answer with
 NaN, and no other; takes empty batches and empty rows; and gives the same bits in any number of threads. What
-is special to an operator is tested in the file of its kernel.
+is special to an operator is tested in the file of its kernel. And every operator is what it is registered as.
 """
 
 from __future__ import annotations
@@ -737,3 +737,123 @@ def test_the_table_has_every_kernel() -> None:
         name for name in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key(f"khot::{name}", "CPU")
     ]
     assert not {*compiled, *gpu.KERNELS} - known
+
+
+# --------------------------------------------------------------------------------- what is registered
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[..., :1, :].expand(x.shape),
+}
+registered = pytest.mark.skipif(INTERPRETED, reason="operators are called as they come")
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+#: No gradient is registered for these, nor for what is drawn or calibrated.
+CONSTANT = {
+    "topk_mask", "budget_mask", "nucleus_mask", "power_blocks", "selectable", "centred_places",
+    "count_distances", "decay_scan", "inclusion", "covariance", "assign_pass", "characteristic", "calibrate",
+    "trials", "uniform", "tournament", "random_tournament", "best_of_product",
+}  # fmt: skip
+
+
+def check(name: str, args: tuple[Any, ...], traced: bool) -> None:
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    checks += ["test_aot_dispatch_dynamic"] * traced
+    if not (name in CONSTANT or name.endswith(("backward", "sample")) or name.startswith("order_")):
+        args = (args[0].detach().clone().requires_grad_(), *args[1:])
+    torch.library.opcheck(OPERATORS[name].overload, args, test_utils=checks)
+
+
+@registered
+@every_layout
+@pytest.mark.parametrize("name", KERNELS)
+def test_operators_on_rows(name: str, layout: str) -> None:
+    """One layout is traced, too, and one is of another dtype: fake tensors show how results differ."""
+    dtype = narrow(KERNELS[name]) if layout == "columns" else torch.float64
+    given = drawn(KERNELS[name], (3, 7), dtype=dtype)
+    given = {key: LAYOUTS[layout](v) if key in KERNELS[name].rows else v for key, v in given.items()}
+    if layout == "expanded" and "v" in given:
+        given["v"] = given["v"][:1, :1].expand(3, 7)  # what sum() sends back: stride 0
+
+    def on(name: str) -> Callable[..., Any]:
+        def checked(*args: Any) -> Any:
+            check(name, args, layout == "rows" and (first(kernel) or not kernel.endswith((*CDFS,))))
+            return OPERATORS[name].overload(*args)
+
+        return checked
+
+    kernel = name
+    KERNELS[name].call(on, given)
+
+
+def others(layout: str) -> dict[str, list[tuple[Any, ...]]]:
+    ops, lay = torch.ops.khot, LAYOUTS[layout]
+    g = torch.Generator().manual_seed(0)
+    x, w, square = lay(normal(g, (3, 7))), normal(g, (3, 7)), normal(g, (3, 7, 7))
+    k, tau = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([0.5, 1.0, 1.7]).double()
+    sent, of_rows = torch.ones(1).double().expand(3), torch.ones(1).double().expand(3, 7)
+    cases: dict[str, list[tuple[Any, ...]]] = {
+        "masked": [(x, x > 0, -torch.inf)],
+        "nucleus_mask": [(x, k / 5)],
+        "power_blocks": [(x, w, tau, 1.5), (x, w[:1], tau, 1.5)],
+        "solve": [(torch.eye(7).double() + systems, x) for systems in (square, square[:1].expand(3, 7, 7))],
+        "product": [(x.bfloat16(), x.mT.bfloat16())],
+        "uniform": [(SEED, 3, 7, 2)],
+        "trials": [(x, k.long(), torch.arange(3), SEED)],
+        "characteristic": [(x,)],
+        "calibrate": [(x, k)],
+        "centred_places": [(x.round(), x)],
+        "best_of_product": [(x, w, None, 3), (x, w, w[:, 0], 3)],
+    }
+    # permutations without the gradient of w
+    _, *places = ops.permutahedron(x, w, tau, "l2")
+    cases["permutahedron_backward"] = [(of_rows, x, w, tau, *places, "l2", False)]
+    for operator in ("laplace_count", "laplace_thresholds"):  # at levels for all rows, and of each
+        cases[operator], cases[f"{operator}_backward"] = [], []
+        for levels in (torch.tensor([0.5, 3.0]).double(), k[:, None] * torch.tensor([0.1, 1.0]).double()):
+            *_, out, order, place = getattr(ops, operator)(x, levels, tau, True)
+            cases[operator].append((x, levels, tau, True))
+            back = (out.new_ones(1).expand(out.shape), x, order, levels, place, tau, True, True)
+            cases[f"{operator}_backward"].append(back)
+    none = torch.zeros((), dtype=torch.int64)
+    counted = (torch.zeros(65, 7, dtype=torch.int64), x, *x.topk(3), none, none, x[:, 0] > 0)
+    cases["count_distances"] = [(*counted, None, None, None)]
+    # ranking losses
+    cases["ndcg_loss"] = [(x.exp() + 1, x.exp(), x, x.sigmoid(), k)]
+    loss, found, weight = ops.ndcg_loss(*cases["ndcg_loss"][0])
+    cases["ndcg_loss_backward"] = [(sent, x.exp() + 1, weight, x.sigmoid())]
+    pair = (x, ops.centred_places(x.round(), x))
+    cases |= {"correlation_loss": [pair], "correlation_loss_backward": [(sent, *pair)]}
+    cases["counted_mean"] = [(loss, found, torch.float32)]
+    # matrices
+    sums = (torch.full_like(k, 2.0), torch.full_like(x[0], 2.0 * 3 / 7))
+    bounds = (0.5 * sums[0], sums[0], 0.9 * sums[1], 1.1 * sums[1], torch.full_like(tau[:1], 1.8 * 3))
+    rest = (tau[:1], sums[1], "logistic", 1.0)
+    cases["soft_assign"] = [(x, *sums, *rest, False, "")]
+    _, r, c, *_ = ops.soft_assign(*cases["soft_assign"][0])
+    cases["soft_assign_backward"] = [(of_rows, None, None, x, rest[0], r, c, "logistic", 1.0, False)]
+    cases["assign_pass"] = [(x, sums[0], r, c, 0.5, "logistic", 0.0, 3, 1e-13, True, True)]
+    cases["bounded_assign"] = [(x, *bounds, *rest, True, False, 1e-6, "")]
+    # products of the best alone
+    i = torch.arange(3 * 3).view(3, 3) % 7
+    matrix = lay(normal(g, (7, 7))).requires_grad_()
+    cases["selected_sum"] = [(w[:, :3], matrix, i)]
+    cases["selected_dot"] = [(x, matrix, i, w[0], None), (x, matrix, i, None, w[:, :3])]
+    cases["selected_outer"] = [(w[:, :3], x, i, 7)]
+    return cases
+
+
+OTHERS = others("rows")
+
+
+@registered
+@every_layout
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operators(name: str, layout: str) -> None:
+    for i, args in enumerate(others(layout)[name]):
+        check(name, args, layout == "rows" and i == 0)
+
+
+def test_every_operator_is_checked() -> None:
+    checked = {name for kernel in KERNELS.values() for name in kernel.operators} | set(OTHERS)
+    assert {name for name in OPERATORS if not name.startswith("reference_")} == checked

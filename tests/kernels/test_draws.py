@@ -104,18 +104,6 @@ def test_threads_do_not_change_a_bit_of_trials() -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_opcheck() -> None:
-    probs, k = rows(33)
-    torch.library.opcheck(torch.ops.khot.order_sample.default, (torch.logit(probs), k.long(), SEED))
-    torch.library.opcheck(torch.ops.khot.tournament.default, (probs, SEED))
-    torch.library.opcheck(torch.ops.khot.random_tournament.default, (probs, ORDER, SEED))
-    torch.library.opcheck(torch.ops.khot.pivotal_sample.default, (probs, SEED, 1e-6))
-    torch.library.opcheck(torch.ops.khot.systematic_sample.default, (probs, SEED, 1e-6))
-    which = torch.arange(9).repeat(2)
-    torch.library.opcheck(torch.ops.khot.trials.default, (torch.logit(probs), k, which, SEED))
-    torch.library.opcheck(torch.ops.khot.conditional_poisson_sample.default, (probs.float(), SEED, 1e-4))
-
-
 def pareto(probs: Tensor) -> tuple[Tensor, Tensor]:
     args = (probs, SEED, LEAST, probs.shape[-1] * torch.finfo(probs.dtype).eps)
     got, drawn = torch.ops.khot.pareto_sample(*args)
@@ -168,9 +156,3 @@ def test_pareto_samples_are_of_probabilities() -> None:
             args = (x, SEED, least, 1e-6)
             assert not torch.ops.khot.pareto_sample(*args)[1] and not draws.pareto_sample(*args)[1]
         assert torch.ops.khot.pareto_sample(good, SEED, least, 1e-6)[1]
-
-
-def test_opcheck_of_pareto_samples() -> None:
-    probs = torch.rand(3, 33, generator=torch.Generator().manual_seed(0))
-    for x in (probs, probs.double(), probs.T.contiguous().T):
-        torch.library.opcheck(torch.ops.khot.pareto_sample.default, (x, SEED, LEAST, 1e-6))

@@ -84,10 +84,6 @@ def test_the_generator_gives_the_seed() -> None:
     assert torch.equal(uniform.rand((9,)), first)
 
 
-def test_opcheck() -> None:
-    torch.library.opcheck(torch.ops.khot.uniform.default, (seed(5), 3, 7, 2))
-
-
 def test_uniform_and_independent() -> None:
     """Tests the values, and pairs with the neighbours in the row, in the column and for the next seed: 64
     cells each."""

@@ -79,14 +79,6 @@ def test_ends_and_rows_that_are_not_numbers() -> None:
         assert torch.ops.khot.characteristic(empty)[1].shape == (*shape[:-1], reference.FREQUENCIES)
 
 
-def test_opcheck() -> None:
-    z, k = trials(33, 1.0)
-    torch.library.opcheck(torch.ops.khot.characteristic.default, (z,))
-    torch.library.opcheck(torch.ops.khot.inclusion.default, (z, k))
-    torch.library.opcheck(torch.ops.khot.covariance.default, (z, k, z.clamp(-1, 1)))
-    torch.library.opcheck(torch.ops.khot.calibrate.default, (tilt_rows(z, k).z, k))
-
-
 @pytest.mark.parametrize("shape", [(3, 0), (0,), (0, 4), (2, 0, 3)], ids=str)
 def test_calibration_of_nothing(shape: tuple[int, ...]) -> None:
     z, k = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[:-1], dtype=torch.float64)
