@@ -701,7 +701,7 @@ def test_half_precision_is_rounded_once(engine: str, name: str, on: Engine, dtyp
         assert off(a, b).max() <= 2e-5 + ulp * (2 if kernel.through else 1) * rounded
 
 
-@cases("compiled", *TRITON, once=TRITON)
+@cases("reference", "compiled", *TRITON, once=TRITON)
 def test_empty_batches_and_rows(engine: str, name: str, on: Engine) -> None:
     kernel, dtype = KERNELS[name], narrow(KERNELS[name])
     for shape in ((0, 20), (3, 0), (2, 0, 3)):
