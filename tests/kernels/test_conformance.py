@@ -741,13 +741,13 @@ def test_the_table_has_every_kernel() -> None:
 
 # --------------------------------------------------------------------------------- what is registered
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: x,
     "columns": lambda x: x.mT.contiguous().mT,
     "expanded": lambda x: x[..., :1, :].expand(x.shape),
 }
 registered = pytest.mark.skipif(INTERPRETED, reason="operators are called as they come")
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_stride = pytest.mark.parametrize("layout", STRIDES)
 #: No gradient is registered for these, nor for what is drawn or calibrated.
 CONSTANT = {
     "topk_mask", "budget_mask", "nucleus_mask", "power_blocks", "selectable", "centred_places",
@@ -765,13 +765,13 @@ def check(name: str, args: tuple[Any, ...], traced: bool) -> None:
 
 
 @registered
-@every_layout
+@every_stride
 @pytest.mark.parametrize("name", KERNELS)
 def test_operators_on_rows(name: str, layout: str) -> None:
     """One layout is traced, too, and one is of another dtype: fake tensors show how results differ."""
     dtype = narrow(KERNELS[name]) if layout == "columns" else torch.float64
     given = drawn(KERNELS[name], (3, 7), dtype=dtype)
-    given = {key: LAYOUTS[layout](v) if key in KERNELS[name].rows else v for key, v in given.items()}
+    given = {key: STRIDES[layout](v) if key in KERNELS[name].rows else v for key, v in given.items()}
     if layout == "expanded" and "v" in given:
         given["v"] = given["v"][:1, :1].expand(3, 7)  # what sum() sends back: stride 0
 
@@ -787,7 +787,7 @@ def test_operators_on_rows(name: str, layout: str) -> None:
 
 
 def others(layout: str) -> dict[str, list[tuple[Any, ...]]]:
-    ops, lay = torch.ops.khot, LAYOUTS[layout]
+    ops, lay = torch.ops.khot, STRIDES[layout]
     g = torch.Generator().manual_seed(0)
     x, w, square = lay(normal(g, (3, 7))), normal(g, (3, 7)), normal(g, (3, 7, 7))
     k, tau = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([0.5, 1.0, 1.7]).double()
@@ -847,7 +847,7 @@ OTHERS = others("rows")
 
 
 @registered
-@every_layout
+@every_stride
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operators(name: str, layout: str) -> None:
     for i, args in enumerate(others(layout)[name]):
