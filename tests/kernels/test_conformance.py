@@ -754,16 +754,9 @@ CONSTANT = {
     "count_distances", "decay_scan", "inclusion", "covariance", "assign_pass", "characteristic", "calibrate",
     "trials", "uniform", "tournament", "random_tournament", "best_of_product",
 }  # fmt: skip
-#: Results of the reference kernels of these have other strides than are said, or are parts of one tensor.
-OTHERWISE = {
-    "tournament", "order_calibrate", "order_inclusion", "inclusion", "covariance", "masked",
-    "characteristic", "calibrate",
-}  # fmt: skip
 
 
 def check(name: str, args: tuple[Any, ...], traced: bool) -> None:
-    if not COMPILED and name in OTHERWISE:
-        return
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     checks += ["test_aot_dispatch_dynamic"] * traced
     if not (name in CONSTANT or name.endswith(("backward", "sample")) or name.startswith("order_")):

@@ -7,6 +7,7 @@ differentiated. Faster kernels are registered under the same name for their devi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -149,6 +150,22 @@ def _like(kernel: Callable[..., Any], results: str) -> Callable[..., Any]:
     return fake
 
 
+def _with_own_results(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel with results as compilers expect them of an operator: contiguous, and none a part of
+    another tensor."""
+
+    def own(result: Tensor) -> Tensor:
+        whole = result.untyped_storage().nbytes() == result.nbytes
+        return result.contiguous() if whole else result.clone(memory_format=torch.contiguous_format)
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        found = kernel(*args)
+        return tuple(map(own, found)) if isinstance(found, tuple) else own(found)
+
+    return run
+
+
 def define(
     name: str,
     kernel: Callable[..., Any],
@@ -179,7 +196,7 @@ def define(
     fake = results if callable(results) else _like(kernel, results)
     schema = schema or _schema(kernel)
     torch.library.define(full, schema)
-    torch.library.impl(full, "CompositeExplicitAutograd")(kernel)
+    torch.library.impl(full, "CompositeExplicitAutograd")(_with_own_results(kernel))
     torch.library.register_fake(full, fake)
     operator = OPERATORS[name] = Operator(name, kernel, rule)
     if rule is not None:
