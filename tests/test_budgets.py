@@ -370,7 +370,7 @@ def test_short_rows_in_groups(by: str, dtype: torch.dtype, n: int, cdf: Any) -> 
 @every_cdf
 @pytest.mark.parametrize("tau", [0.03, 1e-3, 1e-5])
 @pytest.mark.parametrize(
-    "kind", ["normal", "ties", "heavy costs", "free entries", "left out", "spent in full"]
+    "kind", ["normal", "ties", "heavy costs", "free entries", "left out", "whole costs", "spent in full"]
 )
 @pytest.mark.parametrize(("rows", "n"), [(64, 48), (4, 1000)])
 def test_rows_of_decided_costs(rows: int, n: int, kind: str, tau: float, cdf: Any) -> None:
@@ -385,14 +385,19 @@ def test_rows_of_decided_costs(rows: int, n: int, kind: str, tau: float, cdf: An
         cost[:, ::3] = 0
     elif kind == "left out":
         x[:, ::3] = -INF
-    elif kind == "spent in full":
+    elif kind == "whole costs":
         cost = (5 * cost).ceil()
-    share = torch.tensor([0.02, 0.1, 0.5, 0.9]).repeat(rows // 4)
-    budget = share * torch.where(x == -INF, 0, cost).sum(-1)
-    if kind == "spent in full":  # so that every third threshold or so lies in a gap
+    share = torch.tensor([0.02, 0.1, 0.5, 0.9], dtype=torch.float64).repeat(rows // 4)
+    budget = share * torch.where(x == -INF, 0, cost).double().sum(-1)
+    # a threshold lies in a gap where the budget is spent to the last digit
+    if kind == "whole costs":
         budget = budget.round()
+    elif kind == "spent in full":
+        spent = cost.gather(-1, x.argsort(descending=True)).double().cumsum(-1)
+        budget = spent.gather(-1, (share.unsqueeze(-1) * n).long()).squeeze(-1)
     given, wide = (
-        [v.to(dtype).requires_grad_() for v in (x, cost, budget)] for dtype in (torch.float32, torch.float64)
+        (x.to(dtype), cost.to(dtype), budget.clone().requires_grad_())
+        for dtype in (torch.float32, torch.float64)
     )
     y, expected = (khot.soft_budget(*each, tau=tau, cdf=cdf) for each in (given, wide))
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-6)
@@ -404,7 +409,7 @@ def test_rows_of_decided_costs(rows: int, n: int, kind: str, tau: float, cdf: An
         shares = [
             torch.autograd.grad((v * weights).sum(), b)[0] for v, (*_, b) in ((y, given), (expected, wide))
         ]
-        torch.testing.assert_close(shares[0].double(), shares[1], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(*shares, rtol=1e-3, atol=1e-6)
 
 
 # -------------------------------------------------------------------------------------------- top-p

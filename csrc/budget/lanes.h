@@ -45,17 +45,18 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
 
   // The step in t/tau. Rows that are not ordinary are no longer good and do not move.
   VecF step(const Sums& s) {
-    const float n = static_cast<float>(n_);
-    const VecF scale = n / total_, k = (goal_ + goal_low_) * scale, left = n - k;
-    const VecF few = k < left ? k : left, miss = s.miss * scale;
-    good &= few > 0;
     if constexpr (Passes::kSumsTails) {
       if (Passes::sums_tails_) {
+        // which takes nothing from the count and its rest
         const VecF h = Passes::sharp_step(s, {VecF{}, VecF{}, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5});
         good &= abs<float>(h) < 50;
         return good ? h : VecF{};
       }
     }
+    const float n = static_cast<float>(n_);
+    const VecF scale = n / total_, k = (goal_ + goal_low_) * scale, left = n - k;
+    const VecF few = k < left ? k : left, miss = s.miss * scale;
+    good &= few > 0;
     const CountSums<VecF> sums{k + miss,     left - miss,  miss,         s.S1 * scale,
                                s.S2 * scale, s.S3 * scale, s.S4 * scale, s.S5 * scale};
     VecF h;
@@ -81,14 +82,14 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
 
   IntF goes_on(VecF h) {
     if constexpr (C::full_support) {
-      return (abs<float>(h) * most_ > static_cast<float>(C::last_step)) & ~Passes::settled_;
+      return Passes::unsettled(abs<float>(h) * most_, static_cast<float>(C::last_step));
     }
     near_ = abs<float>(h) <= kNear;
     return ~settled_;
   }
 
  private:
-  static constexpr float kNear = 0.01f, kDecided = C::full_support ? 16 : 2.5f;
+  static constexpr float kNear = 0.01f, kDecided = C::full_support ? 48 : 2.5f;
 
   // The threshold where a normal distribution with the moments of the row, and noise distributed as tau F,
   // has the share that the budget asks for. All in units of tau.

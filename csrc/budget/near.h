@@ -1,5 +1,5 @@
 // The soft budget by score where most costs are decided. Sums of costs at a few levels lead to the entries
-// about the threshold; the careful solver finds it from these alone.
+// about the threshold, from which alone it is found.
 #pragma once
 
 #include <algorithm>

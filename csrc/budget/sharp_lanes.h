@@ -24,9 +24,9 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
   // that is all of it, in the gap below. Rows in which it is not found are given back.
   KHOT_APART void start_between(IntF sharp) {
     Bracket at = ends();
-    for (int pass = 0; pass < kPasses && any(good & (at.low < at.high)); ++pass) narrow(at, pass);
-    good &= at.low == at.high;
-    const IntF whole = at.over_low == 0;
+    for (int pass = 0; pass < kPasses && any(good & sharp & (at.low < at.high)); ++pass) narrow(at, pass);
+    good &= ~sharp | (at.low == at.high);
+    const IntF whole = sharp & (at.over_low == 0);
     const VecF share = -at.over_high / (at.over_low - at.over_high),
                rest = clamp_below<float>(1 - share, 1e-7f);
     const VecF odds = clamp_below<float>(share, 1e-30f) / rest;
@@ -52,12 +52,12 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
 
   // The least and the largest entry that cost something.
   Bracket ends() {
-    ExactBlockSum total;
+    PairSum<float> total;
     VecF least = splat(kInf<float>), most = -least;
     for (int i = 0; i < n_; ++i) {
       const VecF x = *column(x_, i), a = this->a(i);
       const IntF costs = a > 0;
-      total.add(a, i);
+      total.add(a);
       least = costs & (x < least) ? x : least;
       most = costs & (x > most) ? x : most;
     }
@@ -71,12 +71,12 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
     const VecF to = pass == 0 ? hi_ : at.low + (at.high - at.low) * (pass % 3 == 2 ? splat(0.5f) : line);
     const VecF least = at.low + (abs<float>(at.low) * 1.3e-7f + 1e-37f), above = to > least ? to : least;
     const VecF level = above < at.high ? above : at.high;
-    ExactBlockSum spent;
+    PairSum<float> spent;
     VecF up = at.high, down = at.low;
     for (int i = 0; i < n_; ++i) {
       const VecF x = *column(x_, i), a = this->a(i);
       const IntF costs = a > 0, in = x >= level;
-      spent.add(in ? a : VecF{}, i);
+      spent.add(in ? a : VecF{});
       up = costs & in & (x < up) ? x : up;
       down = costs & ~in & (x > down) ? x : down;
     }
@@ -88,7 +88,7 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
     at.low = enough ? up : at.low;
   }
 
-  VecF over(const ExactBlockSum& spent) const { return (spent.whole - goal_) + (spent.rest() - goal_low_); }
+  VecF over(const PairSum<float>& spent) const { return (spent.whole - goal_) + (spent.lost - goal_low_); }
 
   // The entry below this one.
   VecF below(VecF entry) {

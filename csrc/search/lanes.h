@@ -202,7 +202,7 @@ class LanePasses : public Tile {
     const VecF counted = __builtin_convertvector(m, VecF) - static_cast<float>(n_) * one_;
     const VecF whole = Terms::weighted ? costs.whole : counted;
     s.extra = (whole - goal_) + (costs.lost - goal_low_);
-    s.miss = missing(whole, rest) + costs.lost;
+    s.miss = (s.extra + rest.whole) + rest.rest();
     return s;
   }
 

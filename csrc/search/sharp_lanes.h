@@ -36,7 +36,7 @@ class SharpLanes : public LanePasses<C, Tile> {
 
   using Passes::Passes;
 
-  void forget() { sums_tails_ = false, settled_ = IntF{}; }
+  void forget() { sums_tails_ = false, settled_ = far_ = IntF{}; }
 
   KHOT_INLINE VecF z_of(VecF x) const { return (x - hi_) * scale_ - lo_ * scale_; }
 
@@ -63,12 +63,13 @@ class SharpLanes : public LanePasses<C, Tile> {
   KHOT_APART VecF sharp_step(const Sums& s, const CountSums<VecF>& sums) {
     const VecF P = clamp_below<float>(s.below + clamp_below<float>(s.extra, 0), 1e-37f);
     const VecF Q = clamp_below<float>(s.above + clamp_below<float>(-s.extra, 0), 1e-37f);
-    const IntF still = (s.miss == 0) | ((P < kNothing) & (Q < kNothing));
+    const IntF still = ((s.miss == 0) & (s.extra != 0)) | ((P < kNothing) & (Q < kNothing));
     const VecF safe_P = still ? splat(1.0f) : P, safe_Q = still ? splat(1.0f) : Q;
     const VecF slope = s.f_above / safe_Q + clamp_below<float>(s.S1 - s.f_above, 0) / safe_P;
-    const VecF far = log<float>(safe_P / safe_Q) / clamp_below<float>(slope, 1e-3f);
+    const VecF ratio = log<float>(safe_P / safe_Q), far = ratio / clamp_below<float>(slope, 1e-3f);
     const VecF near = s.miss / clamp_below<float>(s.S1, 1e-30f);
-    const IntF is_near = abs<float>(near) < 0.5f;
+    // a short step may change tails many times over, and no polynomial follows them there
+    const IntF is_near = (abs<float>(near) < 0.5f) & (abs<float>(ratio) < 0.5f);
     VecF h = is_near ? refined(is_near ? near : VecF{}, sums) : far;
     const VecF size = abs<float>(far);
     IntF settled = (s.extra == 0) & (missed_after(P, Q, size, ~IntF{}) < 2e-7f);
@@ -78,12 +79,15 @@ class SharpLanes : public LanePasses<C, Tile> {
       settled |= (s.extra == 0) & (to_last < 0) & (to_next > 0);
     }
     h = still ? VecF{} : settled ? far : h;
-    settled_ = settled | still;
+    settled_ = settled | still, far_ = ~is_near;
     return h;
   }
 
-  IntF settled_{};        // rows that need no further pass
-  VecF last_{}, next_{};  // the last entry that is chosen, and the next
+  // The rows that need a further pass after a step that suffices if it is no longer than the last.
+  IntF unsettled(VecF size, float last) const { return ((size > last) | far_) & ~settled_; }
+
+  IntF settled_{}, far_{};  // rows that need no further pass, and those that need one, whatever their step is
+  VecF last_{}, next_{};    // the last entry that is chosen, and the next
 };
 
 }  // namespace khot::KHOT_ISA

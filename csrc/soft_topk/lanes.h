@@ -13,7 +13,7 @@ namespace khot::KHOT_ISA {
 template <class C>
 class LaneSolver : public SharpCounts<C> {
   using Passes = SharpCounts<C>;
-  using Passes::is_found_, Passes::k_all_, Passes::settled_, Passes::sums_tails_;
+  using Passes::is_found_, Passes::k_all_, Passes::sums_tails_;
   using Passes::n_, Passes::from_, Passes::to_, Passes::goal_, Passes::goal_low_, Passes::one_, Passes::tau_;
   using Passes::scale_, Passes::hi_, Passes::lo_, Passes::x_, Passes::y_, Passes::rows_, Passes::F_;
 
@@ -72,14 +72,13 @@ class LaneSolver : public SharpCounts<C> {
     return good ? h : VecF{};
   }
 
-  IntF goes_on(VecF h) const { return (abs<float>(h) > last_) & ~settled_; }
+  IntF goes_on(VecF h) const { return Passes::unsettled(abs<float>(h), last_); }
 
  private:
   VecF step_by(const Sums& s, const CountSums<VecF>& sums) {
     if constexpr (C::full_support) {
       if (sums_tails_) return Passes::sharp_step(s, sums);
-      // these sums have more digits than those that the ratio is for
-      if constexpr (C::value_from_odds) good &= s.S1 * static_cast<float>(3 * C::decided_ratio) > k_;
+      if constexpr (C::value_from_odds) good &= s.S1 * static_cast<float>(C::decided_ratio) > k_;
       return refined_step<C, LaneArithmetic>(sums, k_, free_, few_, good);
     } else {
       return held_.step({k_, left_, few_, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {

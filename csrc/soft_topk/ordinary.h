@@ -81,8 +81,9 @@ class OrdinarySolver : public RowPasses<C, Unit> {
   }
 
  private:
-  // Rows whose scores have a larger standard deviation, in tau, are left to WideSolver. Passes over odds are
-  // cheap, but where few entries are chosen, or few left, moments say little of where these lie.
+  // Rows whose scores have a larger standard deviation, in tau, are left to WideSolver: from about there on
+  // it takes less time. Passes over odds are cheap, but where few entries are chosen, or few left, moments
+  // say little of where these lie.
   double widest() const {
     if (!C::value_from_odds) return 16;
     return few_ * 100 >= static_cast<double>(n_) ? 48 : 24;
