@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import khot
 from khot import estimators, losses, sampling
@@ -650,6 +651,31 @@ class _Cubic(khot.cdfs.CDF):
 
     def pdf(self, z: Tensor) -> Tensor:
         return 3 * z.square() / (1 + z.pow(6)) / torch.pi
+
+
+def test_a_draw_of_a_checkpoint_is_repeated_in_a_graph() -> None:
+    x, offsets = _values(LENGTHS["filled"]), _offsets(LENGTHS["filled"])
+
+    def drawn(x: Tensor) -> Tensor:
+        return khot.sample_khot(x, 1, offsets=offsets) * x.sin()
+
+    def kept(x: Tensor) -> Tensor:
+        return checkpoint(drawn, x, use_reentrant=False)
+
+    found = []
+    for call in (drawn, torch.compile(kept, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(3)
+        y = call(x)
+        found.append((y.detach(), *torch.autograd.grad(y.cos().sum(), x)))
+    assert_close(*found)
+
+
+def test_second_derivatives_do_not_go_through_a_graph() -> None:
+    x, offsets = _values(LENGTHS["filled"]), _offsets(LENGTHS["filled"])
+    y = torch.compile(khot.soft_topk, backend="eager", fullgraph=True)(x, 1, offsets=offsets)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="have no second derivatives"):
+        torch.autograd.grad(grad.sum(), x)
 
 
 def test_own_cdfs_in_a_graph() -> None:

@@ -3,7 +3,7 @@ on their lengths, which it does not know.
 
 The call is tensors, numbers, and words for all else. Its backward pass calls the function again, and asks
 autograd for the gradients. A function that draws random numbers draws the same again, by the state that
-torch's generator had. Under a vmap that is traced, the function is called under a vmap as well.
+torch's generator had. Under a vmap that is traced, the function is called for one example after the other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from khot import cdfs
 from khot._core import packed
@@ -45,8 +46,11 @@ _FUNCTIONS: dict[str, _Known] = {}
 
 _CALL = "str words, Tensor[] tensors, SymInt[] ints, float[] floats"
 torch.library.define("khot::packed_call", f"({_CALL}) -> Tensor[]")
-# The last of its results is the state of the generator before the draw.
-torch.library.define("khot::packed_draw", f"({_CALL}) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
+# The last of its results is the state of the generator before the draw. Of the first argument torch takes the
+# device alone, if it keeps that state for a second draw.
+torch.library.define(
+    "khot::packed_draw", f"(Tensor values, {_CALL}) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,)
+)
 torch.library.define("khot::packed_call_backward", f"(Tensor grad, bool[] wanted, {_CALL}) -> Tensor[]")
 
 # What an argument may be, beside a CDF and a tuple of these.
@@ -105,7 +109,7 @@ def call(name: str, options: dict[str, Any]) -> Any:
     words = f"({name!r}, {{{given}}})"
     known = _FUNCTIONS[name]
     if known.draws:
-        drawn: Tensor = torch.ops.khot.packed_draw(words, tensors, ints, floats)[0]
+        drawn: Tensor = torch.ops.khot.packed_draw(tensors[0].detach(), words, tensors, ints, floats)[0]
         return drawn
     found = torch.ops.khot.packed_call(words, tensors, ints, floats)
     return found[0] if known.made is Tensor else known.made(*found)
@@ -172,9 +176,9 @@ def _forward(words: str, tensors: list[Tensor], ints: list[int], floats: list[fl
     ]
 
 
-def _forward_draw(words: str, tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-    state = _state(tensors[0].device)
-    return [*_forward(words, tensors, ints, floats), state]
+def _forward_draw(values: Tensor, *called: Any) -> list[Tensor]:
+    state = _state(values.device)
+    return [*_forward(*called), state]
 
 
 def _state(device: torch.device) -> Tensor:
@@ -213,10 +217,10 @@ def _shape(results: packed.Results, values: Tensor, options: dict[str, Any]) -> 
     return (*first, options["offsets"].shape[0] - 1, *last)
 
 
-def _fake_draw(words: str, tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
+def _fake_draw(values: Tensor, *called: Any) -> list[Tensor]:
     with without_modes():
-        size = _state(tensors[0].device).numel()
-    return [*_fake(words, tensors, ints, floats), torch.empty(size, dtype=torch.uint8, device="cpu")]
+        size = _state(values.device).numel()
+    return [*_fake(*called), torch.empty(size, dtype=torch.uint8, device="cpu")]
 
 
 def _backward(
@@ -258,18 +262,35 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _save_draw(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    words, tensors, *numbers = inputs
+    _, words, tensors, *numbers = inputs
     _save(ctx, (words, [*tensors, output[-1]], *numbers), output)
+
+
+class _Last(Function):
+    """Gradients that have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.clone() for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("compiled calls on packed rows have no second derivatives; use eager mode")
 
 
 def _vjp(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     """The first result alone has a gradient."""
     words, ints, floats = ctx.call
-    tensors, needed = list(ctx.saved_tensors), ctx.needs_input_grad[1]
+    tensors, needed = list(ctx.saved_tensors), ctx.needs_input_grad[-3]
     wanted = [*needed, *[False] * (len(tensors) - len(needed))]  # the state of a draw has none
-    parts = iter(torch.ops.khot.packed_call_backward(grads[0], wanted, words, tensors, ints, floats))
+    found = torch.ops.khot.packed_call_backward(grads[0], wanted, words, tensors, ints, floats)
+    parts = iter(_Last.apply(*(g.requires_grad_() for g in found)) if torch.is_grad_enabled() else found)
     # torch takes a list of no numbers for one of no tensors
     return None, [next(parts) if w else None for w in needed], None if ints else [], None if floats else []
+
+
+def _vjp_draw(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return None, *_vjp(ctx, grads)
 
 
 def _batch(
@@ -287,5 +308,5 @@ for _name, _kernel, _shapes in (
     torch.library.impl(f"khot::{_name}", "CompositeExplicitAutograd")(_kernel)
     torch.library.register_fake(f"khot::{_name}", _shapes)
 torch.library.register_autograd("khot::packed_call", _vjp, setup_context=_save)
-torch.library.register_autograd("khot::packed_draw", _vjp, setup_context=_save_draw)
+torch.library.register_autograd("khot::packed_draw", _vjp_draw, setup_context=_save_draw)
 torch.library.register_vmap("khot::packed_call", _batch)

@@ -115,7 +115,8 @@ def _by_parts(
                 return packed.together(packed_trace.call(full_name, called), input, results)
             leave_graph(
                 "packed rows leave the graph under derivatives of torch.func, in forward mode, with a "
-                "generator, and if they are drawn under vmap"
+                "generator, if they are drawn under vmap, and with arguments that are no tensors, numbers of "
+                "Python, words or CDFs"
             )
             outside = cast("Callable[..., Any]", torch.compiler.disable(packed.by_rows))
             return outside(function, input, first, named, results)

@@ -114,7 +114,7 @@ def _taken(
     """The scores, and the numbers for each row or for all, if the kernels take them."""
     shapes = torch.Size(), offsets[1:].shape
     tensors = [value for value in (*numbers, mask) if isinstance(value, Tensor)]
-    if not isinstance(largest, bool) or not len(values):
+    if not isinstance(largest, bool) or not len(values) or len(offsets) < 2:
         return None
     if not _serves(operator, values, offsets, *tensors) or (mask is not None and mask.shape != values.shape):
         return None

@@ -150,7 +150,7 @@ class TopKCrossEntropyLoss(nn.Module):
 
 
 class _Settings(NamedTuple):
-    """What a module has beside what differs from row to row: its arguments, k with the weights."""
+    """The arguments of a module, which are the same for all rows; k with the weights."""
 
     k: tuple[tuple[int, float], ...]
     cdf: CDF
@@ -188,7 +188,7 @@ def _loss(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    of = _Settings(*of)  # in a trace of packed rows it was any tuple
+    of = _Settings(*of)  # a trace of packed rows passes it as a plain tuple
     x = arguments.rows(input, dim, mask)
     there = None if mask is None else x != -math.inf
     n = x.shape[-1]

@@ -64,7 +64,7 @@ UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 ste
 ROUGH = tl.constexpr(0.5)
 # Where the temperature moves with t, the longest last step, as a share of t: its error is about the square
 STEADY = tl.constexpr(2e-4)
-FAR = tl.constexpr(3e38)  # less than any t, and finite, so that an entry of −inf is below it
+FAR = tl.constexpr(3e38)  # farther than any t, and finite, so that an entry of −inf is below −FAR
 FLUSH = tl.constexpr(16)  # steps of a row that streams past between additions in float64
 
 
