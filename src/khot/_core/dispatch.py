@@ -161,7 +161,9 @@ def _with_own_results(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
         found = kernel(*args)
-        return tuple(map(own, found)) if isinstance(found, tuple) else own(found)
+        if isinstance(found, Tensor):
+            return own(found)
+        return found and tuple(map(own, found))  # None from a kernel that writes into an argument
 
     return run
 
