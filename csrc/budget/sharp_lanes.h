@@ -35,7 +35,7 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
     good &= ~whole | (next > -kInf<float>);
     Passes::place(sharp, at.low, next, whole, z);
     sums_tails_ = true;
-    const IntF deep = whole & sharp & ((at.low - next) * scale_ > 2 * kFar);
+    const IntF deep = whole & ((at.low - next) * scale_ > 2 * kFar);
     if (any(good & deep)) weigh_ends(deep, at.low, next);
   }
 

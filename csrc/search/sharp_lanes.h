@@ -31,8 +31,6 @@ class SharpLanes : public LanePasses<C, Tile> {
     return any(found) ? found | (good & (total > 0.25f * kSharp * kSharp)) : found;
   }
   static constexpr float kNothing = 1e-35f;  // below, tails are not told from each other
-  // Beyond, F and 1 - F are nothing in float.
-  static constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;
 
   using Passes::Passes;
 

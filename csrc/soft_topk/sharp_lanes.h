@@ -30,7 +30,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
 
  protected:
   using Passes::F_, Passes::goal_, Passes::goal_low_, Passes::hi_, Passes::lo_, Passes::n_, Passes::one_;
-  using Passes::kDeep, Passes::kNothing, Passes::last_, Passes::missed_after, Passes::z_of;
+  using Passes::kNothing, Passes::last_, Passes::missed_after, Passes::z_of;
   using Passes::rows_, Passes::scale_, Passes::sums_tails_, Passes::to_, Passes::x_, Passes::y_;
   using typename Passes::Tail;
 
@@ -84,6 +84,8 @@ class SharpCounts : public SharpLanes<C, CountTile> {
 
  private:
   static constexpr int kWindow = 8;
+  // Beyond, F and 1 - F are nothing in float.
+  static constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;
 
   // Entries in descending order: those from rank r up, and those from rank r + 1 down; and r - k.
   struct Beside {

@@ -245,12 +245,7 @@ def _backward(
 
 
 def _fake_backward(
-    grad: Tensor,
-    wanted: list[bool],
-    words: str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
+    grad: Tensor, wanted: list[bool], words: str, tensors: list[Tensor], *numbers: Any
 ) -> list[Tensor]:
     return [t.new_empty(t.shape) for t, w in zip(tensors, wanted, strict=True) if w]
 
