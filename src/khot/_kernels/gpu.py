@@ -16,10 +16,8 @@ import torch
 
 from khot._core.dispatch import OPERATORS
 
-__all__ = ["KERNELS", "OF_PACKED_ROWS", "available", "load", "register"]
+__all__ = ["KERNELS", "available", "load", "register"]
 
-#: Those that have no reference kernel: who calls them asks first whether there is a kernel.
-OF_PACKED_ROWS = ("packed_soft_topk", "packed_soft_topk_backward")
 #: The operators that have a kernel in Triton, by the file of `triton/` that decides which kernels they take.
 FILES = {
     "ways": (
@@ -64,7 +62,7 @@ FILES = {
         "counted_mean",
     ),
     "count_distances": ("count_distances",),
-    "ragged": OF_PACKED_ROWS,
+    "ragged": ("packed_soft_topk", "packed_soft_topk_backward"),
 }
 KERNELS = {name: file for file, names in FILES.items() for name in names}
 
@@ -80,15 +78,17 @@ def register(device: str) -> None:
     for name in KERNELS:
         kernel = _late(name, device.lower())
         torch.library.impl(f"khot::{name}", device)(kernel)
-        if name not in OF_PACKED_ROWS:
+        if name in OPERATORS:
             OPERATORS[name].serve(device.lower(), kernel)
 
 
 def _late(name: str, device: str) -> Callable[..., Any]:
+    operator = OPERATORS.get(name)  # None if there is no reference kernel: who calls it asks for `available`
+
     def kernel(*args: Any) -> Any:
-        found = load(name) if available() or name in OF_PACKED_ROWS else OPERATORS[name].kernel
-        if name not in OF_PACKED_ROWS:
-            OPERATORS[name].serve(device, found)  # which later calls find without this one
+        found = load(name) if operator is None or available() else operator.kernel
+        if operator is not None:
+            operator.serve(device, found)  # which later calls find without this one
         return found(*args)
 
     return kernel

@@ -137,7 +137,7 @@ def _serves(operator: str, *tensors: Tensor) -> bool:
     if any(t.device != device for t in tensors) or forward_mode_is_on():
         return False
     if device.type == "cuda":
-        known = operator in gpu.OF_PACKED_ROWS and gpu.available()
+        known = operator in gpu.KERNELS and gpu.available()
         return known and not torch.compiler.is_compiling() and not transforms_are_on()
     plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
     return device.type == "cpu" and plain and has_cpu_kernel(f"khot::{operator}") and as_usual()
