@@ -7,7 +7,7 @@
 // most of its functions from FullSupport. Where log_fits_float, value_from_odds, rise_is_product or
 // density_from_value is false, the functions that it speaks of are not needed.
 //
-//   cdf(z), pdf(z), icdf(y)  F, f and the quantile of F in double, for numbers of a row
+//   pdf(z), icdf(y)     f and the quantile of F in double, for numbers of a row
 //   full_support        f > 0 everywhere; otherwise f > 0 on (0, 1) only
 //   median, mean, variance
 //   fits_float          float carries F: an error of z is not magnified
@@ -200,7 +200,6 @@ struct Logistic : FullSupport<Logistic> {
     return y * (1 - y);
   }
 
-  double cdf(double z) const { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
   double pdf(double z) const {
     const double e = std::exp(-std::fabs(z));
     return e / ((1 + e) * (1 + e));
@@ -270,7 +269,6 @@ struct Laplace : FullSupport<Laplace> {
     return rest < y ? rest : y;
   }
 
-  double cdf(double z) const { return z > 0 ? 1 - std::exp(-z) / 2 : std::exp(z) / 2; }
   double pdf(double z) const { return std::exp(-std::fabs(z)) / 2; }
   double icdf(double y) const { return y > 0.5 ? -std::log(2 * (1 - y)) : std::log(2 * y); }
   KHOT_INLINE VecF rough_icdf(VecF odds, VecF z) const {
@@ -344,7 +342,6 @@ struct Normal : FullSupport<Normal> {
     return z > 0 ? log_f - log_F : -log_called<R>(mills<R>(abs<R>(z)));
   }
 
-  double cdf(double z) const { return 0.5 * std::erfc(-z * 0.70710678118654752440); }
   double pdf(double z) const { return std::exp(-0.5 * z * z) * 0.39894228040143267794; }
   double icdf(double y) const { return normal_quantile(y); }
   // By a power of the odds (Shore 1982), with an error below 0.03 up to 3.5.
@@ -427,7 +424,6 @@ struct ClippedPower {
     return log_called<R>(split<R>(z, above).tail);
   }
 
-  double cdf(double z) const { return z <= 0 ? 0 : z >= 1 ? 1 : std::pow(z, e); }
   double pdf(double z) const { return z <= 0 || z >= 1 ? 0 : e * std::pow(z, e - 1); }
   double icdf(double y) const { return std::pow(y, 1 / e); }
   KHOT_INLINE VecF rough_icdf(VecF odds, VecF z) const {

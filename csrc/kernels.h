@@ -93,7 +93,8 @@ struct BackwardRows {
 // by value.
 struct BudgetSpec : Spec {
   bool by_value, at_most;
-  double slack;  // a budget that differs from the sum of the costs by so much, relative to it, equals it
+  // A budget that differs from the sum of the costs by so much, relative to it, equals it. 0 for counts.
+  double slack;
 };
 
 struct BudgetRows : ForwardRows {  // k() is the budget

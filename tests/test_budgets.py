@@ -127,7 +127,7 @@ def test_gradients_in_a_gap_are_those_of_the_soft_topk(cdf: Any) -> None:
         grads.append(torch.autograd.grad((y * weights).sum(), leaves))
     for got, want in zip(grads[1], grads[0], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    assert grads[0][1] == 2.5  # ½(2 + 3)
+    torch.testing.assert_close(grads[0][1], f64(2.5).squeeze(), rtol=0, atol=1e-12)  # ½(2 + 3)
 
 
 # --------------------------------------------------------------------------------- unusual, bad input

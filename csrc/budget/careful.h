@@ -29,30 +29,42 @@ class CarefulBudget {
     left_ = costs.pinned.minus(budget), left_ = {-left_.whole, -left_.lost};
     if (costs.bad != 0 || !(left_.value() >= -slack)) return {kNan, kNan};
     if (!spec_.at_most && !(left_.value() <= costs.free.value() + slack)) return {kNan, kNan};
-    most_ = spec_.by_value ? costs.most : 1;
+    most_ = spec_.by_value ? costs.most : 1, scores_ = costs.scores;
     if (spec_.at_most) {
       const SpendSums s = evaluate({0, 0});
       if (s.spent.minus(left_).value() + s.excess <= s.lacking) return {0, 0};
     }
     rest_ = costs.free.minus(left_).value();
+    const bool nothing = left_.value() <= 0, counts = spec_.slack == 0;  // costs of 1 are summed exactly
+    if (counts && nothing) return {kHuge, kHuge};
     // what is left of the costs to rounding is not a share that could be spent
-    if (rest_ <= 16 * 0x1p-52 * costs.free.value()) return {-kHuge, -kHuge};
-    if (left_.value() <= 0) return {kHuge, kHuge};
+    if (rest_ <= (counts ? 0 : 16 * 0x1p-52 * costs.free.value())) return {-kHuge, -kHuge};
+    if (nothing) return {kHuge, kHuge};
+    if (counts && tau_ > kSteepest && !(scores_.high - scores_.low < kInfinity)) return {kNan, kNan};
     return newton(guess);
   }
 
  private:
   static constexpr int kEvaluations = 128, kHistograms = 4, kBins = 1024;
-  static constexpr double kFarthest = 1e300;
+  static constexpr double kFarthest = 1e300;  // by value, where it is multiplied by costs
+  // The largest tau for rows whose differences overflow: for smaller ones, they are infinite in tau, too.
+  static constexpr double kSteepest = 1e290;
+  static constexpr double kFaint = 1e-290;  // below, a sum of tails lacks those that are no double
   // From a step on that moves no z by more than this, the error that is left is its square.
   static constexpr double kLastStep = 1e-8;
   static constexpr double kSure = 1e-9;  // a larger miss of the logarithms is none of rounding
 
+  struct Range {
+    double low = kInfinity, high = -kInfinity;
+    void operator+=(const Range& o) { low = std::min(low, o.low), high = std::max(high, o.high); }
+  };
+
   struct Costs {
     Pair free, pinned;         // of finite entries, and of those that are +inf
     double bad = 0, most = 0;  // how many are bad, and the largest of finite entries
+    Range scores;              // of the finite entries that cost something
     void operator+=(const Costs& o) {
-      free += o.free, pinned += o.pinned, bad += o.bad, most = std::max(most, o.most);
+      free += o.free, pinned += o.pinned, bad += o.bad, most = std::max(most, o.most), scores += o.scores;
     }
   };
 
@@ -74,7 +86,7 @@ class CarefulBudget {
     return reduce_beside<double, Costs>(
         x_, cost_, spec_.n, spec_.inside, [=](Costs& sums, const double* p, const double* q, int count) {
           PairSum<double> free, pinned;
-          VecD bad{}, most{};
+          VecD bad{}, most{}, low = splat(kInfinity), high = -low;
           const VecD one = splat(1.0), zero{};
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const VecD w = beside(q, i, lanes);
@@ -85,8 +97,14 @@ class CarefulBudget {
             free.add(own);
             pinned.add(x == kInfinity ? w : zero);
             most = own > most ? own : most;
+            low = (own > 0) & (x < low) ? x : low;
+            high = (own > 0) & (x > high) ? x : high;
           });
-          sums += {total(free), total(pinned), sum<double>(bad), maximum<double>(most)};
+          sums += {total(free),
+                   total(pinned),
+                   sum<double>(bad),
+                   maximum<double>(most),
+                   {minimum<double>(low), maximum<double>(high)}};
         });
   }
 
@@ -172,23 +190,22 @@ class CarefulBudget {
         });
   }
 
-  struct Range {
-    double low = kInfinity, high = -kInfinity;
-    void operator+=(const Range& o) { low = std::min(low, o.low), high = std::max(high, o.high); }
-  };
-
   // The least and the greatest threshold at which an entry that costs something lies at z, with room for the
   // rounding of so many digits.
   Range levels(double z, double digits) const {
     const double offset = tau_ * z, room = digits * (std::fabs(offset) + tau_);
-    const Position<double> position({0, 0}, tau_, spec_.by_value);
+    if (!spec_.by_value) {  // it is that of an end of the row
+      const auto [low, high] = scores_;
+      return {(low - offset) - (digits * std::fabs(low) + room),
+              (high - offset) + (digits * std::fabs(high) + room)};
+    }
     return reduce_beside<double, Range>(
         x_, cost_, spec_.n, spec_.inside, [=](Range& range, const double* p, const double* q, int count) {
           VecD low = splat(kInfinity), high = -low;
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const VecD w = beside(q, i, lanes);
             const IntD counts = (abs<double>(x) < kInfinity) & (w > 0);
-            const VecD scale = 1 / position.a(counts ? w : splat(1.0));
+            const VecD scale = 1 / (counts ? w : splat(1.0));
             const VecD pad = digits * abs<double>(x) + room;
             const VecD least = ((x - offset) - pad) * scale, most = ((x - offset) + pad) * scale;
             low = counts & (least < low) ? least : low;
@@ -236,13 +253,16 @@ class CarefulBudget {
       if (!(inverse < kInfinity && width < kInfinity && width > 0)) break;
       const Bins bins = reduce_beside<double, Bins>(
           x_, cost_, spec_.n, spec_.inside, [=](Bins& b, const double* p, const double* q, int count) {
+            int32_t bin[kBlock];
+            double cost[kBlock];
             for (int i = 0; i < count; ++i) {
-              if (!(std::fabs(p[i]) < kInfinity && q[i] > 0)) continue;
-              double bin = ((p[i] - offset) / (by_value ? q[i] : 1) - bottom) * inverse + 1;
-              bin = bin > 0 ? bin : 0;
-              bin = bin < kBins + 1 ? bin : kBins + 1;
-              b.spent[static_cast<int>(bin)] += q[i];
+              double at = ((p[i] - offset) / (by_value ? q[i] : 1) - bottom) * inverse + 1;
+              at = at > 0 ? at : 0;
+              at = at < kBins + 1 ? at : kBins + 1;
+              bin[i] = static_cast<int32_t>(at);
+              cost[i] = std::fabs(p[i]) < kInfinity ? q[i] : 0;
             }
+            for (int i = 0; i < count; ++i) b.spent[bin[i]] += cost[i];
           });
       double spent = 0;
       int i = kBins + 1;
@@ -295,7 +315,7 @@ class CarefulBudget {
     constexpr double eps = 0x1p-52;
     const double plain = (P - Q) / (s.slope_above + s.slope_below), doubt = std::fabs(plain) * s.steep;
     if (!F_.full_support) return {P - Q, eps * (2 * (P + Q) + s.rounded), tau_ * plain, doubt};
-    if (P >= kTiny && Q >= kTiny) {
+    if (P >= kFaint && Q >= kFaint) {
       const double ratio = (P - Q) / Q, depth = std::log(std::min(P, Q) / (left_.value() + rest_));
       const double miss = std::fabs(ratio) < 0.5 ? std::log1p(ratio) : std::log(P) - std::log(Q);
       return {miss, 4 * eps * (1 + std::fabs(depth)), tau_ * miss / (s.slope_below / P + s.slope_above / Q),
@@ -333,7 +353,10 @@ class CarefulBudget {
     return {{spec_.at_most ? std::max(held(range.low), 0.0) : held(range.low), 0}, {held(range.high), 0}};
   }
 
-  static double held(double v) { return std::min(std::max(v, -kFarthest), kFarthest); }
+  double held(double v) const {
+    const double most = spec_.by_value ? kFarthest : kHuge;
+    return std::min(std::max(v, -most), most);
+  }
 
   // The trial where no entry moves on one side of t: the entry at the edge of what moves makes up for the
   // rest alone, or less than that is missing. Where nothing moves at all, no root lies before that edge.
@@ -373,7 +396,7 @@ class CarefulBudget {
       const SpendSums s = evaluate(t);
       const double over = s.spent.minus(left_).value();
       Threshold gap{kNan, kNan};
-      if (over == 0 && std::min(s.lacking, s.excess) < (F_.full_support ? kTiny : 0x1p-1074)) {
+      if (over == 0 && std::min(s.lacking, s.excess) < (F_.full_support ? kFaint : 0x1p-1074)) {
         const BudgetGap around = neighbours(t);
         gap = moved(t, around.middle());
         if (!F_.full_support && around.down.level <= around.up.level) {
@@ -432,6 +455,7 @@ class CarefulBudget {
   double tau_;
   Pair left_;                   // the budget for the finite entries
   double rest_ = 0, most_ = 1;  // what it leaves of the sum of their costs, and the largest a
+  Range scores_;
 };
 
 }  // namespace khot::KHOT_ISA

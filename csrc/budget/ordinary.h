@@ -155,7 +155,7 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
     float origin = 0;
     if (!kByValue) {
       const float first = n_ ? *fetch(x_, 0, 1, &start) : 0;
-      origin = std::fabs(first) < kInf<float> ? first : finite_entry<float>(x_, n_);
+      origin = std::fabs(first) < kInf<float> ? first : finite_entry(x_, n_);
     }
     const double unit = kByValue ? unit_of(cost, n_) : 1;
     MomentSums m = moment_sums<kByValue>(x_, cost, n_, inside_, origin, static_cast<float>(unit));

@@ -19,12 +19,10 @@ struct Statistics {
   double free = 0;    // the number of finite entries
   double pinned = 0;  // the number of entries that are +inf
   bool nan = false;
-  double low = kInfinity, high = -kInfinity;
   // Of the finite entries. Before finish(), these are the sums of d and d^2 for d = x - shift.
   double mean = 0, variance = 0;
   void operator+=(const Statistics& o) {
     free += o.free, pinned += o.pinned, nan |= o.nan;
-    low = std::min(low, o.low), high = std::max(high, o.high);
     mean += o.mean, variance += o.variance;
   }
   void finish(double shift) {
@@ -36,44 +34,38 @@ struct Statistics {
 
 // The first finite entry of the first block, or 0. Deviations from it are summed for the variance: deviations
 // from 0 would cancel where the mean is far from 0.
-template <class R>
-KHOT_APART R finite_entry(const Row& row, int64_t n) {
-  R buffer[kBlock];
+KHOT_APART inline float finite_entry(const Row& row, int64_t n) {
+  float buffer[kBlock];
   const int count = static_cast<int>(std::min<int64_t>(n, kBlock));
-  const R* p = fetch(row, 0, count, buffer);
+  const float* p = fetch(row, 0, count, buffer);
   for (int i = 0; i < count; ++i) {
     if (std::isfinite(p[i])) return p[i];
   }
   return 0;
 }
 
-template <class R>
-KHOT_APART Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
-  const R shift = finite_entry<R>(row, n);
-  Statistics stats =
-      reduce<R, Statistics>(row, n, inside, [shift](Statistics& sums, const R* p, int count, int64_t) {
-        Int<R> finite_count{}, pinned_count{}, nan{};
-        Vec<R> low = splat(kInf<R>), high = -low, total{}, squares{};
-        vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int, int) {
-          const Int<R> finite = abs<R>(x) < kInf<R>;
-          const Vec<R> centred = finite ? x - shift : Vec<R>{};
+KHOT_APART inline Statistics statistics(const Row& row, int64_t n, const Parallel* inside) {
+  const float shift = finite_entry(row, n);
+  Statistics stats = reduce<float, Statistics>(
+      row, n, inside, [shift](Statistics& sums, const float* p, int count, int64_t) {
+        IntF finite_count{}, pinned_count{}, nan{};
+        VecF total{}, squares{};
+        vectors<float>(p, count, -kInf<float>, [&](VecF x, int, int) {
+          const IntF finite = abs<float>(x) < kInf<float>;
+          const VecF centred = finite ? x - shift : VecF{};
           finite_count -= finite;
-          pinned_count -= (x == kInf<R>);
+          pinned_count -= (x == kInf<float>);
           nan |= (x != x);
-          low = (finite & (x < low)) ? x : low;
-          high = (finite & (x > high)) ? x : high;
           total += centred;
           squares += centred * centred;
         });
-        for (int i = 0; i < kWidth<R>; ++i) {
+        for (int i = 0; i < kWidth<float>; ++i) {
           sums.free += static_cast<double>(finite_count[i]);
           sums.pinned += static_cast<double>(pinned_count[i]);
           sums.nan |= nan[i] != 0;
         }
-        sums.low = std::min<double>(sums.low, minimum<R>(low));
-        sums.high = std::max<double>(sums.high, maximum<R>(high));
-        sums.mean += sum<R>(total);
-        sums.variance += sum<R>(squares);
+        sums.mean += sum<float>(total);
+        sums.variance += sum<float>(squares);
       });
   stats.finish(shift);
   return stats;

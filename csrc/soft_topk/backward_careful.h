@@ -4,14 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "search/guess.h"
+#include "soft_topk/in_double.h"
 
 namespace khot::KHOT_ISA {
-
-struct Edges {  // the nearest entry on each side of t, minus hi
-  double up = kInfinity, down = -kInfinity;
-  void operator+=(const Edges& o) { up = std::min(up, o.up), down = std::max(down, o.down); }
-};
 
 struct EdgeSums {
   double up_count = 0, up = 0, down_count = 0, down = 0;
@@ -34,16 +29,7 @@ struct Gap {
 };
 
 inline Gap gap_around(const Spec& spec, const Row& x, const Row& grad, Threshold t) {
-  const Edges edges =
-      reduce<double, Edges>(x, spec.n, spec.inside, [=](Edges& e, const double* p, int count, int64_t) {
-        VecD up = splat(kInfinity), down = splat(-kInfinity);
-        vectors<double>(p, count, kNan, [&](VecD v, int, int) {
-          const VecD offset = v - t.hi;
-          up = (offset > t.lo) & (offset < up) ? offset : up;
-          down = (offset <= t.lo) & (offset > down) ? offset : down;
-        });
-        e += {-maximum<double>(-up), maximum<double>(down)};
-      });
+  const Edges edges = edges_around(x, spec.n, spec.inside, t);
   const EdgeSums s = reduce_beside<double, EdgeSums>(
       x, grad, spec.n, spec.inside, [=](EdgeSums& e, const double* p, const double* g, int count) {
         VecD up_count{}, up{}, down_count{}, down{};

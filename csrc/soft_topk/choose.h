@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <vector>
 
 #include "soft_topk/apply.h"
 #include "soft_topk/careful.h"
@@ -15,55 +16,44 @@
 namespace khot::KHOT_ISA {
 
 // One row: the ordinary solver first, then the wide one, then the careful one, until one of them has an
-// answer.
+// answer. What the first two find is given the digits of double where float has not those that are wanted.
 template <class C>
 void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
                  Threshold& t) {
   const bool log = spec.output == Output::kLog;
+  OrdinarySolver<C> ordinary(x, spec.n, tau, F, spec.inside);
+  // room: for the result, or for as many numbers of x's dtype
+  auto wide = [&](void* room, bool t_alone) {
+    return WideSolver<C>(x, spec.n, tau, F, spec.inside, ordinary.spread()).solve(k, t, room, t_alone);
+  };
   auto in_float = [&] {
-    OrdinarySolver<C> solver(x, spec.n, tau, F, spec.inside);
     {
       const FlushSubnormals flush;
-      if (log ? solver.approach(k, goal, t, solver.kLastUnchecked) : solver.solve(k, goal, t, out))
+      if (log ? ordinary.approach(k, goal, t, ordinary.kLastUnchecked) : ordinary.solve(k, goal, t, out))
         return true;
     }
-    return WideSolver<C>(x, spec.n, tau, F, spec.inside, solver.spread()).solve(k, t, out, log);
-  };
-  auto threshold_in_float = [&] {
-    if constexpr (C::full_support) {
-      OrdinarySolver<C> solver(x, spec.n, tau, F, spec.inside);
-      {
-        const FlushSubnormals flush;
-        if (!solver.approach(k, goal, t)) return false;
-      }
-      return polish(x, spec.n, tau, F, spec.inside, k, solver.slope(), t);
-    }
-    return false;
+    return wide(out, log);
   };
   auto in_double = [&] {
+    bool found;
     {
       const FlushSubnormals flush;
-      if (!OrdinarySolver<C>(x, spec.n, tau, F, spec.inside).approach(k, goal, t)) return false;
+      found = ordinary.approach(k, goal, t, C::full_support ? C::last_step : 1e-3);
     }
-    return DoubleRow<C>(spec, F, x, k, tau).finish(t, out);
+    std::vector<double> room(!found && spec.output == Output::kThreshold ? spec.n : 0);
+    if (!found && !wide(room.empty() ? out : room.data(), true)) return false;
+    return finish(spec, F, x, k, tau, found ? ordinary.slope() : 0, t, out);
   };
-  bool fast = false;
+  const bool by_float = float_carries(spec, F, x.dtype, tau);
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
-  } else if (float_carries(spec, F, x.dtype, tau) && in_float()) {
-    fast = true;
-  } else if (float_carries_threshold(spec, F, x.dtype, tau) && threshold_in_float()) {
-    return;
-  } else if (x.dtype == Dtype::kDouble && DoubleRow<C>::suits(F, tau) && in_double()) {
+  } else if (by_float ? in_float() : float_may_search(F, tau) && in_double()) {
+    if (by_float && log) apply<float>(spec, F, x, t, tau, out);
     return;
   } else {
-    t = CarefulSolver<C>(x, spec.n, tau, F, spec.inside).solve(k);
+    t = careful_threshold(x, spec.n, k, tau, F, spec.inside);
   }
-  if (fast && log) {
-    apply<float>(spec, F, x, t, tau, out);
-  } else if (!fast && spec.output != Output::kThreshold) {
-    apply<double>(spec, F, x, t, tau, out);
-  }
+  if (spec.output != Output::kThreshold) apply<double>(spec, F, x, t, tau, out);
 }
 
 // The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one. What
@@ -82,12 +72,11 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
       if (!threshold) copies.finish(rows.out(i), 1);
       rows.put(i, t);
     };
-    // In double, lanes look for the threshold alone.
-    const bool in_double = rows.x(begin).dtype == Dtype::kDouble;
-    const bool together = spec.n > 0 && spec.n <= kShortRow && F.fits_float &&
-                          (in_double ? C::full_support : C::log_fits_float || spec.output != Output::kLog);
+    const bool together = spec.n > 0 && spec.n <= kShortRow && F.fits_float;
+    // Where y does not follow from float, lanes look for the threshold alone.
     Spec search = spec;
-    if (in_double) search.output = Output::kThreshold;
+    if (rows.x(begin).dtype == Dtype::kDouble || (spec.output == Output::kLog && !C::log_fits_float))
+      search.output = Output::kThreshold;
     LaneSolver<C> lanes(search, F);
     auto several = [&](int64_t first, bool* done) {
       {
@@ -98,9 +87,7 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
         if (!done[j]) continue;
         const int64_t i = first + j;
         Threshold t = lanes.threshold(j);
-        const double k = rows.k(i), tau = rows.tau(i);
-        done[j] = in_double ? DoubleRow<C>(spec, F, rows.x(i), k, tau).finish(t, rows.out(i))
-                            : polish(rows.x(i), spec.n, tau, F, nullptr, k, lanes.slope(j), t);
+        done[j] = finish(spec, F, rows.x(i), rows.k(i), rows.tau(i), lanes.slope(j), t, rows.out(i));
         rows.put(i, t);
       }
     };

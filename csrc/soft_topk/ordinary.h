@@ -138,7 +138,7 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     if (moments(mean, variance)) {
       spread_ = {mean, variance};
     } else {
-      const Statistics stats = statistics<float>(x_, n_, inside_);
+      const Statistics stats = statistics(x_, n_, inside_);
       k -= stats.pinned, count = stats.free;
       if (stats.nan || !(k > 0 && k < count)) return kNan;
       mean = stats.mean, variance = stats.variance;

@@ -13,26 +13,28 @@ struct RootSums {
   void operator+=(const RootSums& o) { m += o.m, tails += o.tails, f += o.f; }
 };
 
-template <class C>
-RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, Threshold t) {
+// The sums at t, for full support with a relative error of 1e-10 if `close`; y is written unless it is null.
+template <bool kClose, class C>
+RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, Threshold t,
+                   double* y = nullptr) {
   const double scale = 1 / tau;
-  return reduce<double, RootSums>(x, n, inside, [=](RootSums& sums, const double* p, int count, int64_t) {
+  return reduce<double, RootSums>(x, n, inside, [=](RootSums& sums, const double* p, int count, int64_t at) {
     VecD m{}, tails{}, f{};
-    vectors<double>(p, count, -kInfinity, [&](VecD v, int, int) {
+    vectors<double>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
       const VecD z = ((v - t.hi) - t.lo) * scale;
-      IntD above = z > 0;
-      TailDensity<double> at;
-      if constexpr (C::full_support) {
-        at = F.split_close(z);
+      const IntD above = z > F.median;
+      TailDensity<double> here;
+      if constexpr (kClose) {
+        here = F.split_close(z);
       } else {
-        above = z > F.median;
-        at = F.template split<double>(z, above);
-        // what rounding leaves undecided at the end of a gap tells no slope
-        at.density = (z > 1e-6) & (z < 1 - 1e-6) ? at.density : VecD{};
+        here = F.template split<double>(z, above);
       }
       m += above ? splat(1.0) : VecD{};
-      tails += above ? -at.tail : at.tail;
-      f += at.density;
+      tails += above ? -here.tail : here.tail;
+      // what rounding leaves undecided at the end of a gap tells no slope
+      if constexpr (!C::full_support) here.density = (z > 1e-6) & (z < 1 - 1e-6) ? here.density : VecD{};
+      f += here.density;
+      if (y != nullptr) store_beside(y + at, i, lanes, above ? 1 - here.tail : here.tail);
     });
     sums.m += sum<double>(m), sums.tails += sum<double>(tails), sums.f += sum<double>(f);
   });
@@ -76,14 +78,13 @@ bool polish(const Row& x, int64_t n, double tau, const C& F, const Parallel* ins
       if (std::fabs(h) < 3e-6) return true;
     }
   }
-  for (int pass = 0; pass < (C::full_support ? 3 : 5); ++pass) {
-    const RootSums s = root_sums(x, n, tau, F, inside, t);
+  for (int pass = 0; pass < 3; ++pass) {
+    const RootSums s = root_sums<true>(x, n, tau, F, inside, t);
     const double h = ((s.m - k) + s.tails) / s.f;
-    if (!(std::fabs(h) < 0.1) || (!C::full_support && s.f < 1e-3)) return false;
+    if (!(std::fabs(h) < 0.1)) return false;
     t.lo += h * tau;
-    // C'' is at most of the size of C', so that the error left is of the size of h^2. Compact support has
-    // kinks.
-    if (std::fabs(h) < (C::full_support ? 1e-5 : 1e-11)) return true;
+    // C'' is at most of the size of C', so that the error left is of the size of h^2.
+    if (std::fabs(h) < 1e-5) return true;
   }
   return false;
 }

@@ -20,7 +20,6 @@ struct Remainder {
   int64_t n = 0;
   double k, few;          // few is min(k, n - k) over the entries of the whole row that may be selected
   double guess;           // of the threshold, without the CDF's median
-  Cut cut;                // NaN where the entries of rank k and k + 1 were not asked for
   double density = kNan;  // the entries about the threshold, per unit of a score, where they were counted
 };
 
@@ -36,14 +35,15 @@ KHOT_APART Remainder reduced(const Order& order, const Row& row, int64_t n, doub
   I last, next;
   order.neighbours(row, scratch, n, static_cast<int64_t>(rank), last, next);
   if (rank > k) next = last;
-  const Cut cut{order.value(last), order.value(next)};
-  const I bottom = std::min(order.key_of(cut.next - reach), next) - 1;
-  const I top = std::max(order.key_of(cut.last + reach), last) + 1;
+  const double at_last = order.value(last), at_next = order.value(next);
+  const double guess = 0.5 * at_last + 0.5 * at_next;
+  const I bottom = std::min(order.key_of(at_next - reach), next) - 1;
+  const I top = std::max(order.key_of(at_last + reach), last) + 1;
   const int64_t above = order.at_least(scratch, n, top), size = order.at_least(scratch, n, bottom) - above;
   const double few = std::min(k - pinned, selectable - k);
-  if (size > n / 4) return {row, n, k, few, cut.middle(), cut};
+  if (size > n / 4) return {row, n, k, few, guess};
   order.entries(scratch, n, bottom, top);
-  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, cut.middle(), cut};
+  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, guess};
 }
 
 template <class C>
@@ -55,9 +55,9 @@ class WideSolver {
   // Below so many tau, the last digit of one double is small enough for t.
   static constexpr double kSingle = 1e9;
 
-  // Returns whether there is a threshold that float carries. Then out holds y, unless log y is wanted: that
-  // is left to the caller.
-  KHOT_APART bool solve(double k, Threshold& t, void* out, bool log) const {
+  // Returns whether there is a threshold that float carries. Then out holds y, unless t alone is wanted, for
+  // which out is room.
+  KHOT_APART bool solve(double k, Threshold& t, void* out, bool t_alone) const {
     // Beyond this distance from the two entries, F or 1 - F is less than 2e-9 k/n: t differs from them by at
     // most the quantile that belongs to 1/n, or to the distance of k from the nearest integer.
     const double rank = std::ceil(k), off = rank == k ? 1 : std::min(rank - k, k - (rank - 1));
@@ -76,16 +76,15 @@ class WideSolver {
     bool found = false;
     if (std::fabs(guess) < kSingle * tau_) {
       const FlushSubnormals flush;
-      if (all && whole.refine(guess, k, rest.few, t, log ? nullptr : out, decided)) return true;
-      found = !(all && log) && part.refine(guess, rest.k, rest.few, t, nullptr);
+      if (all && whole.refine(guess, k, rest.few, t, t_alone ? nullptr : out, decided)) return true;
+      found = !(all && t_alone) && part.refine(guess, rest.k, rest.few, t, nullptr);
     }
     if (!found) {
-      const Cut* const cut = rest.cut.last == rest.cut.last ? &rest.cut : nullptr;
-      t = CarefulSolver<C>(rest.row, rest.n, tau_, F_, inside_).solve(rest.k, cut);
+      t = careful_threshold(rest.row, rest.n, rest.k, tau_, F_, inside_, guess);
     }
     if (!(std::fabs(t.hi) < kHuge)) return false;
     const FlushSubnormals flush;
-    return log || whole.write(t, k, rest.few, out);
+    return t_alone || whole.write(t, k, rest.few, out);
   }
 
  private:
@@ -99,17 +98,17 @@ class WideSolver {
     if (!(spread_.variance >= 0) || !around.bracket(spread_.mean, std::sqrt(spread_.variance))) return false;
     const double few = std::min(k, n - k), place = around.place(k);
     if (std::fabs(place) < kInfinity && around.within(reach) > n_ / 4) {
-      rest = {row_, n_, k, few, place, {kNan, kNan}, around.density()};
+      rest = {row_, n_, k, few, place, around.density()};
       return true;
     }
-    Cut cut;
+    double last, next;
     const int kept = around.keep(reach, static_cast<float*>(scratch));
-    if (!around.neighbours(cut.last, cut.next)) return false;
-    if (rank > k) cut.next = cut.last;
+    if (!around.neighbours(last, next)) return false;
+    const double guess = rank > k ? last : 0.5 * last + 0.5 * next;
     if (kept > n_ / 4) {
-      rest = {row_, n_, k, few, cut.middle(), cut};
+      rest = {row_, n_, k, few, guess};
     } else {
-      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, cut.middle(), cut};
+      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, guess};
     }
     return true;
   }
