@@ -28,6 +28,7 @@ class RankByCounts {
       const float level = static_cast<float>(t);
       if (!(level > low_ && level < high_)) return false;
       const int count = count_from(level);
+      if (count == rank_) return part(level);
       const bool under = count > rank_;
       const double before = under ? static_cast<double>(high_) : static_cast<double>(low_);
       const int at_before = under ? at_high_ : at_low_;
@@ -37,7 +38,7 @@ class RankByCounts {
       if (std::fabs(before) < 1e30 && at_before > 0 && at_before < n_) {  // the slope between two levels
         slope = (t - before) / (rough_normal_quantile(at_before / n) - own);
       }
-      t += slope * (own - goal + (under ? -beyond : beyond));
+      t += slope * (own - goal + (under ? beyond : -beyond));
       if (pass > 4 && bounded()) t = 0.5 * low_ + 0.5 * high_;
       if (!(t > low_ && t < high_)) {
         t = 0.5 * std::max<double>(low_, mean - 8 * deviation) +
@@ -88,6 +89,10 @@ class RankByCounts {
 
   // The entries of both ranks; false where too many are equal.
   KHOT_APART bool neighbours(double& last, double& next) const {
+    if (at_high_ == rank_) {
+      last = high_, next = low_;
+      return true;
+    }
     alignas(KHOT_VECTOR_BYTES) float few[kFew + 2 * kWidth<float>];
     int size = 0;
     vectors<float>(x_, n_, -kInf<float>, [&](VecF v, int, int) {
@@ -110,6 +115,18 @@ class RankByCounts {
 
  private:
   static constexpr int kFew = 48;
+
+  // At a level between both ranks, the levels are their entries.
+  KHOT_APART bool part(float level) {
+    VecF up = splat(kInf<float>), down = -up;
+    vectors<float>(x_, n_, kNan, [&](VecF v, int, int) {
+      up = (v >= level) & (v < up) ? v : up;
+      down = (v < level) & (v > down) ? v : down;
+    });
+    low_ = maximum<float>(down), high_ = minimum<float>(up);
+    at_low_ = rank_ + 1, at_high_ = rank_;
+    return true;
+  }
 
   bool bounded() const { return low_ > -kInf<float> && high_ < kInf<float>; }
 
