@@ -20,6 +20,10 @@ constexpr int64_t kAhead = 4096;
 // The largest odds exp(-z) that are stored. They stand for all larger odds, and y = 0.
 constexpr float kNever = 0x1p126f;
 
+// Beyond so many tau, F and 1 - F are nothing in float, under CDFs with tails.
+template <class C>
+constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;
+
 struct RowSums {
   // The sum of a y is m + C. Either m is the sum of a over the entries above and C sums a F or, for these,
   // a (F - 1); or m is 0.
@@ -180,23 +184,36 @@ class RowPasses {
                         [=](VecF e, VecF) { return e < kNever ? C::from_odds(e * factor) : VecF{}; });
   }
 
-  // Writes y at t in the row's dtype, and returns the sum of a y before any rounding to half precision.
+  // Writes y at t in the row's dtype, and returns the sum of a y before any rounding to half precision. With
+  // kAround, entries of which nothing is left in float are only compared with t.
+  template <bool kAround = false>
   double write(Threshold t) const {
     const float top = static_cast<float>(t.hi), scale = static_cast<float>(1 / tau_);
     const float lo = static_cast<float>(((t.hi - top) + t.lo) / tau_);
     const VecF hi = splat(top);
     const C F = F_;
+    // Beyond these, y is 0 or 1.
+    const float low = static_cast<float>(t.hi - 1.1 * kDeep<C> * tau_),
+                high = static_cast<float>(t.hi + C::tail_reach(18) * tau_);
     if constexpr (kStores && !Terms::weighted) {
       const float per = static_cast<float>(kLog2E / tau_);
       const float rest = static_cast<float>(((t.hi - top) + t.lo) * (kLog2E / tau_));
       return write_values(x_, -kInf<float>, [=](VecF x, VecF) {
+        if (kAround && !any((x > low) & (x < high))) return x < hi ? VecF{} : splat(1.0f);
         const VecF e = exp2_held((hi - x) * per + rest);
         return e < kNever ? rounded_value<C>(e) : VecF{};
       });
     }
     return write_values(x_, -kInf<float>, [=](VecF x, VecF a) {
+      if (kAround && !any((x > low) & (x < high))) return x < hi ? VecF{} : splat(1.0f);
       return F.template value<float>(offset<Terms>(x, hi, a) * scale - lo * u<Terms>(a));
     });
+  }
+
+  // Writes 1 for the entries from `last` on and 0 for the others, and returns how many are 1.
+  double write_whole(double last) const {
+    const VecF least = splat(static_cast<float>(last));
+    return write_values(x_, -kInf<float>, [=](VecF x, VecF) { return x >= least ? splat(1.0f) : VecF{}; });
   }
 
   Terms terms_;

@@ -27,21 +27,18 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
     return WideSolver<C>(x, spec.n, tau, F, spec.inside, ordinary.spread()).solve(k, t, room, t_alone);
   };
   auto in_float = [&] {
-    {
-      const FlushSubnormals flush;
-      if (log ? ordinary.approach(k, goal, t, ordinary.kLastUnchecked) : ordinary.solve(k, goal, t, out))
-        return true;
-    }
-    return wide(out, log);
+    const FlushSubnormals flush;
+    return (log ? ordinary.approach(k, goal, t, ordinary.kLastUnchecked) : ordinary.solve(k, goal, t, out)) ||
+           wide(out, log);
   };
   auto in_double = [&] {
     bool found;
     {
       const FlushSubnormals flush;
       found = ordinary.approach(k, goal, t, C::full_support ? C::last_step : 1e-3);
+      std::vector<double> room(!found && spec.output == Output::kThreshold ? spec.n : 0);
+      if (!found && !wide(room.empty() ? out : room.data(), true)) return false;
     }
-    std::vector<double> room(!found && spec.output == Output::kThreshold ? spec.n : 0);
-    if (!found && !wide(room.empty() ? out : room.data(), true)) return false;
     return finish(spec, F, x, k, tau, found ? ordinary.slope() : 0, t, out);
   };
   const bool by_float = float_carries(spec, F, x.dtype, tau);

@@ -63,6 +63,16 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     return reaches(Passes::write(t));
   }
 
+  // The same where most y are 0 or 1, and where all are.
+  bool write_around(Threshold t, double k, double few, void* out) {
+    k_ = k, few_ = few, out_ = out;
+    return reaches(Passes::template write<true>(t));
+  }
+  bool write_whole(double last, double k, double few, void* out) {
+    k_ = k, few_ = few, out_ = out;
+    return reaches(Passes::write_whole(last));
+  }
+
   // The step in t/tau to a count of k. A row that is not ordinary is no longer good.
   double step(const RowSums& s) {
     const CountSums<double> sums = count_sums(s);
@@ -85,8 +95,8 @@ class OrdinarySolver : public RowPasses<C, Unit> {
   // it takes less time. Passes over odds are cheap, but where few entries are chosen, or few left, moments
   // say little of where these lie.
   double widest() const {
-    if (!C::value_from_odds) return 16;
-    return few_ * 100 >= static_cast<double>(n_) ? 48 : 24;
+    if (!C::value_from_odds) return 12;
+    return few_ * 100 >= static_cast<double>(n_) ? 24 : 12;
   }
 
   // NaN where the row is not for this solver.

@@ -84,8 +84,6 @@ class SharpCounts : public SharpLanes<C, CountTile> {
 
  private:
   static constexpr int kWindow = 8;
-  // Beyond, F and 1 - F are nothing in float.
-  static constexpr float kDeep = C::value_from_odds ? 80.0f : 12.9f;
 
   // Entries in descending order: those from rank r up, and those from rank r + 1 down; and r - k.
   struct Beside {
@@ -115,7 +113,8 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     }
     const bool all_covered = !any(~covered);
     if (!all_covered) size = 4;  // passes will follow
-    const IntF hard = (beside.left == 0) & (first_up > kDeep) & (first_down > kDeep);
+    const VecF deep = splat(kDeep<C>);
+    const IntF hard = (beside.left == 0) & (first_up > deep) & (first_down > deep);
     const IntF settled = step_beside(sharp, beside, hard | ~good, size, all_covered);
     is_found_ = !any(~(covered & settled)) && !any(good & ~sharp);
     is_hard_ = is_found_ && !any(good & ~hard);

@@ -13,6 +13,11 @@
 
 namespace khot::KHOT_ISA {
 
+struct Cut {  // the entries of rank ceil(k) and floor(k) + 1
+  double last, next;
+  double middle() const { return 0.5 * last + 0.5 * next; }
+};
+
 // What is left of a row without the entries that are certain to be selected or not. n is 0 where k has no
 // threshold.
 struct Remainder {
@@ -20,6 +25,7 @@ struct Remainder {
   int64_t n = 0;
   double k, few;          // few is min(k, n - k) over the entries of the whole row that may be selected
   double guess;           // of the threshold, without the CDF's median
+  Cut cut;                // NaN where the entries of rank k and k + 1 were not asked for
   double density = kNan;  // the entries about the threshold, per unit of a score, where they were counted
 };
 
@@ -35,16 +41,21 @@ KHOT_APART Remainder reduced(const Order& order, const Row& row, int64_t n, doub
   I last, next;
   order.neighbours(row, scratch, n, static_cast<int64_t>(rank), last, next);
   if (rank > k) next = last;
-  const double at_last = order.value(last), at_next = order.value(next);
-  const double guess = 0.5 * at_last + 0.5 * at_next;
-  const I bottom = std::min(order.key_of(at_next - reach), next) - 1;
-  const I top = std::max(order.key_of(at_last + reach), last) + 1;
+  const Cut cut{order.value(last), order.value(next)};
+  const I bottom = std::min(order.key_of(cut.next - reach), next) - 1;
+  const I top = std::max(order.key_of(cut.last + reach), last) + 1;
   const int64_t above = order.at_least(scratch, n, top), size = order.at_least(scratch, n, bottom) - above;
   const double few = std::min(k - pinned, selectable - k);
-  if (size > n / 4) return {row, n, k, few, guess};
+  if (size > n / 4) return {row, n, k, few, cut.middle(), cut};
   order.entries(scratch, n, bottom, top);
-  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, guess};
+  return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, cut.middle(), cut};
 }
+
+// Of the entries on both sides of a gap, how many these are like at its ends.
+struct Weights {
+  double above = 0, below = 0;
+  void operator+=(const Weights& o) { above += o.above, below += o.below; }
+};
 
 template <class C>
 class WideSolver {
@@ -73,21 +84,43 @@ class WideSolver {
     const bool all = rest.n == n_;
     bool decided = false;
     if constexpr (C::value_from_odds) decided = rest.density * tau_ * C::decided_ratio < k;
+    if (weigh_ends(rest, t)) return t_alone || whole.write_whole(rest.cut.last, k, rest.few, out);
     bool found = false;
     if (std::fabs(guess) < kSingle * tau_) {
-      const FlushSubnormals flush;
       if (all && whole.refine(guess, k, rest.few, t, t_alone ? nullptr : out, decided)) return true;
       found = !(all && t_alone) && part.refine(guess, rest.k, rest.few, t, nullptr);
     }
     if (!found) {
+      const auto exact = FlushSubnormals::exactly(false);
       t = careful_threshold(rest.row, rest.n, rest.k, tau_, F_, inside_, guess);
     }
     if (!(std::fabs(t.hi) < kHuge)) return false;
-    const FlushSubnormals flush;
-    return t_alone || whole.write(t, k, rest.few, out);
+    if (t_alone) return true;
+    return rest.n * 16 > n_ ? whole.write(t, k, rest.few, out) : whole.write_around(t, k, rest.few, out);
   }
 
  private:
+  // t in a gap so wide that all y are 0 or 1, where the tails of both ends weigh the same. Not where more
+  // than one entry lies at an end, if tails are no exponentials.
+  bool weigh_ends(const Remainder& rest, Threshold& t) const {
+    const double tau = tau_, half = 0.5 * (rest.cut.last - rest.cut.next) / tau;
+    if (!C::full_support || row_.dtype == Dtype::kDouble || !(half > kDeep<C>)) return false;
+    const Weights ends = reduce<float, Weights>(
+        rest.row, rest.n, nullptr, [=, cut = rest.cut](Weights& s, const float* p, int count, int64_t) {
+          for (int i = 0; i < count; ++i) {
+            const bool above = p[i] >= cut.last;
+            const double a = (above ? p[i] - cut.last : cut.next - p[i]) / tau;
+            (above ? s.above : s.below) += std::exp(C::value_from_odds ? -a : -(half + 0.5 * a) * a);
+          }
+        });
+    if (!C::value_from_odds && ends.above + ends.below > 2.0001) return false;
+    const double sum = rest.cut.last + rest.cut.next, part = sum - rest.cut.last;
+    const double lost = (rest.cut.last - (sum - part)) + (rest.cut.next - part);
+    const double slope = C::value_from_odds ? 2 : 2 * half;
+    t = {0.5 * sum, 0.5 * lost + tau * std::log(ends.below / ends.above) / slope};
+    return true;
+  }
+
   // The same where a few counts lead to the entries; not for infinite scores, nor near the ends.
   bool reduced_by_counts(double k, double reach, void* scratch, Remainder& rest) const {
     const double n = static_cast<double>(n_);
@@ -98,17 +131,17 @@ class WideSolver {
     if (!(spread_.variance >= 0) || !around.bracket(spread_.mean, std::sqrt(spread_.variance))) return false;
     const double few = std::min(k, n - k), place = around.place(k);
     if (std::fabs(place) < kInfinity && around.within(reach) > n_ / 4) {
-      rest = {row_, n_, k, few, place, around.density()};
+      rest = {row_, n_, k, few, place, {kNan, kNan}, around.density()};
       return true;
     }
-    double last, next;
+    Cut cut;
     const int kept = around.keep(reach, static_cast<float*>(scratch));
-    if (!around.neighbours(last, next)) return false;
-    const double guess = rank > k ? last : 0.5 * last + 0.5 * next;
+    if (!around.neighbours(cut.last, cut.next)) return false;
+    if (rank > k) cut.next = cut.last;
     if (kept > n_ / 4) {
-      rest = {row_, n_, k, few, guess};
+      rest = {row_, n_, k, few, cut.middle(), cut};
     } else {
-      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, guess};
+      rest = {{scratch, row_.dtype, 1}, kept, k - around.above(), few, cut.middle(), cut};
     }
     return true;
   }
