@@ -33,6 +33,7 @@ KHOT_INLINE void each_row(bool together, int64_t begin, int64_t end, Several sev
 
 // Fills a tile with n entries from each p[j]; it has room for whole vectors of them. Its columns may also be
 // a part of the rows of a matrix without more room, `step` entries apart: so many entries of each of n rows.
+// These are no run of addresses, so that the part behind them is fetched ahead.
 inline KHOT_APART void to_columns(const float* const* p, int n, float* tile, int64_t step = kWidth<float>,
                                   int lanes = kWidth<float>, bool room = true) {
   constexpr int width = kWidth<float>;
@@ -44,6 +45,7 @@ inline KHOT_APART void to_columns(const float* const* p, int n, float* tile, int
     transpose(v);
 #pragma GCC unroll 16
     for (int j = 0; j < width; ++j) {
+      if (!room) fetch_ahead<true>(tile + (i + j) * step, width);
       if (j < filled) store_beside(tile + (i + j) * step, 0, lanes, v[j]);
     }
   }
@@ -57,7 +59,10 @@ inline KHOT_APART void from_columns(const float* tile, int n, float* const* p, i
     const int count = std::min(width, n - i);
     VecF v[width];
 #pragma GCC unroll 16
-    for (int j = 0; j < width; ++j) v[j] = j < count ? beside(tile + (i + j) * step, 0, lanes) : VecF{};
+    for (int j = 0; j < width; ++j) {
+      if (step != width) fetch_ahead<false>(tile + (i + j) * step, width);
+      v[j] = j < count ? beside(tile + (i + j) * step, 0, lanes) : VecF{};
+    }
     transpose(v);
 #pragma GCC unroll 16
     for (int j = 0; j < width; ++j)
