@@ -4,8 +4,8 @@ With the logistic CDF most rows need one evaluation at τ of the scores' own sca
 the row's mean and variance; an evaluation yields the first five derivatives of the count, and the step to the
 root of their Taylor polynomial is the last one if it is short. A kink of F, which no polynomial follows, is
 allowed for by the number of entries near it. Far from the root the step comes from a model of the count,
-inside a bracket. A threshold in a gap wider than the density reaches has a closed form, except for the normal
-CDF. What depends on the CDF is in :mod:`.terms`.
+inside a bracket. A threshold in a gap wider than the density reaches has a closed form, or under the normal
+CDF nearly one. What depends on the CDF is in :mod:`.terms`.
 
 t is the unevaluated sum of two float32 numbers, and k too: a fractional k rounded to float32 would cost up to
 6e-6 in y.
@@ -40,10 +40,12 @@ from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, ful
 from khot._kernels.triton.packed import columns, piece
 from khot._kernels.triton.pooled import pooled_terms, size, temperature, unpooled
 from khot._kernels.triton.terms import (
+    NORMAL_UNIT,
     hard_count,
     holds,
     kink,
     moment_quantile,
+    normal_tail,
     series,
     term_count,
     terms,
@@ -60,6 +62,8 @@ SHORT_KINKED = tl.constexpr(3e-4)
 SMALL = tl.constexpr(0.3)
 ROUNDING = tl.constexpr(3e-7)  # the error of a step, in τ, that rounding may cause anyway
 UNDECIDED = tl.constexpr(1e-30)  # a sum of densities below which no float32 step is to be trusted
+# and one below which t lies in a gap whose ends are so far away that both tails are like exponentials
+APART = tl.constexpr(1e-8)
 # Σ w f has to be so many times the digits of costs that a sum of float32 numbers may have lost
 ROUGH = tl.constexpr(0.5)
 # Where the temperature moves with t, the longest last step, as a share of t: its error is about the square
@@ -298,9 +302,10 @@ def long_step(miss, mu, h, beta, gamma, f_sum, crowd, CDF: tl.constexpr, BY: tl.
         per_rate = reciprocal(rate)
         q = tl.minimum(tl.maximum(beta * per_rate, -1.0), 1.0)
         p = rate * mu - q
-        root = tl.sqrt(p * p + (1 - q) * (1 + q))
-        larger = (p + root) * reciprocal(tl.maximum(1 - q, 1e-12))
-        smaller = tl.maximum(1 + q, 1e-12) * reciprocal(root - p)
+        # of a far tail 1 − q or 1 + q is lost to rounding, but the step is not without end
+        under, over_ = tl.maximum(1 - q, 1e-12), tl.maximum(1 + q, 1e-12)
+        root = tl.sqrt(p * p + under * over_)
+        larger, smaller = (p + root) * reciprocal(under), over_ * reciprocal(root - p)
         near = log2(tl.where(p > 0, larger, smaller)) * (per_rate * LN2)
     else:
         near = h
@@ -399,6 +404,37 @@ def _gap_terms(x, given):
 
 
 @triton.jit
+def _normal_gap_terms(x, given):
+    """Tails and densities on each side of t, over those of the nearest entry there, at these distances."""
+    up, down, rate, to_up, to_down = given
+    above = x >= up
+    d, least = tl.where(above, x - up, down - x) * rate, tl.where(above, to_up, to_down)
+    ratio, _ = normal_tail(least + d)
+    f = tl.exp2(-d * (d + 2 * least))
+    tail = f * ratio
+    tail_up, f_up = tl.where(above, tail, 0.0), tl.where(above, f, 0.0)
+    return tail_up, tail - tail_up, f_up, f - f_up
+
+
+@triton.jit
+def _from_middle(x, at, n, up, down, scale, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False):
+    """How far t is from the middle of a gap between normal tails, in units of z: by Newton's steps for the
+    logarithms of what is missing above t and left over below it, which are nearly straight."""
+    half = 0.5 * (up - down) * scale
+    off = half * 0
+    for _ in range(3):
+        given = (
+            wide(up, T.together), wide(down, T.together), wide(scale, T.together),
+            wide(half - off, T.together), wide(half + off, T.together),
+        )  # fmt: skip
+        A, B, f_A, f_B = over(x, at, n, _normal_gap_terms, given, 4, T, base, BASED)
+        A, B, f_A, f_B = A.to(tl.float32), B.to(tl.float32), f_A.to(tl.float32), f_B.to(tl.float32)
+        slope = (f_A * reciprocal(A) + f_B * reciprocal(B)) * (0.3989423 * LOG2E / NORMAL_UNIT)
+        off += (log2(B) - log2(A) - 4 * half * off) * reciprocal(slope)
+    return off / NORMAL_UNIT, tl.abs(off) < half
+
+
+@triton.jit
 def _gap(
     x, at, n, hi, lo, scale, tau, CDF: tl.constexpr, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False,
     own_tau=0.0, POOLED: tl.constexpr = 0,
@@ -419,7 +455,10 @@ def _gap(
         up = unpooled(up, own_tau, POOLED)
         tau = tau * 0
     middle, low = two_sum(0.5 * up, 0.5 * down)
-    if full_support(CDF):
+    if CDF == NORMAL:
+        off, exists = _from_middle(x, at, n, up, down, scale, T, base, BASED)
+        low += off * tau
+    elif full_support(CDF):
         given = (wide(up, T.together), wide(down, T.together), wide(scale, T.together))
         A, B = over(x, at, n, _gap_terms, given, 2, T, base, BASED)
         low += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
@@ -506,7 +545,8 @@ def advance(
         sums, k, k_low, seen, turn, power, L.cdf, L.by, warming, POOLED
     )
     if L.by == BY_COUNT:
-        deep = deep | (~done & ~(mass > UNDECIDED) & (excess == 0))
+        least: tl.constexpr = APART if full_support(L.cdf) else UNDECIDED
+        deep = deep | (~done & ~(mass > least) & (excess == 0))
     done = done | deep
     if any_row(~(last | done), TOGETHER):
         taylor = (miss, mu, h, beta, gamma, mass)
@@ -597,7 +637,7 @@ def iterate(
         count += 1
         running = (count < evaluations) & any_row(~done, T.together)
     ok = ok & done
-    if (L.cdf == NORMAL) | (L.by != BY_COUNT):
+    if L.by != BY_COUNT:
         ok = ok & ~deep
     else:
         if any_row(deep, T.together):
