@@ -231,6 +231,9 @@ struct Kernels {
   void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t begin, int64_t end);
   // The m entries of one row of the places k, which count from 1 for the largest. out has the row's dtype.
   void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
+  // The m entries of one row up to which the weights sum to these levels of all of them.
+  void (*weighted_quantiles)(const Row& x, const Row& weights, int64_t n, const double* levels, int64_t m,
+                             void* out);
   // rows.put() takes gamma.
   void (*magnitude)(const MagnitudeSpec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
   void (*magnitude_backward)(const MagnitudeSpec& spec, const MagnitudeBackwardRows& rows, int64_t begin,

@@ -181,8 +181,8 @@ def test_masks(interpolation: InterpolationName) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", ["any", "ties", "zeros"])
-@pytest.mark.parametrize("n", [1, 2, 7, 50, 3000])
+@pytest.mark.parametrize("kind", ["any", "ties", "zeros", "infinite", "wild", "rounded"])
+@pytest.mark.parametrize("n", [1, 2, 7, 50, 3000, 100_000])
 def test_weighted_quantiles_are_numpy_s(n: int, kind: str, dtype: torch.dtype) -> None:
     x, weights = normal(4, n).to(dtype), normal(4, n, seed=1).abs()
     if kind == "ties":
@@ -190,9 +190,17 @@ def test_weighted_quantiles_are_numpy_s(n: int, kind: str, dtype: torch.dtype) -
     if kind == "zeros":
         weights[:, 1:] *= normal(4, n, seed=2)[:, 1:] < -0.3
         x[1] = x[1].abs().sqrt().log()
+    if kind == "infinite":
+        x[:, ::3], x[:, 1::5], x[2] = INF, -INF, INF
+    if kind == "wild":
+        weights = 10 ** (20 * normal(4, n, seed=1))
+    if kind == "rounded":  # which decides whether the sums reach a level
+        weights[:] = torch.tensor([[0.1], [0.7], [0.9], [0.001]])
     options: dict[str, Any] = {"method": "inverted_cdf", "weights": weights.numpy()}
     want = np.quantile(x.double().numpy(), np.array(LEVELS), axis=-1, **options)
     assert_same(khot.quantile(x, Q_LIST, weights=weights).double(), torch.from_numpy(want))
+    many = khot.quantile(x, Q_LIST.repeat(3), weights=weights)  # a sort serves so many
+    assert_same(many.double(), torch.from_numpy(want).repeat(3, 1))
 
 
 def test_weights_masks_and_shapes() -> None:

@@ -1,6 +1,6 @@
-// khot::masked, khot::topk, khot::topk_mask, khot::order_statistics, khot::soft_topk_magnitude and its
-// backward for the CPU: tensors in and out, rows shared among torch's threads. The schemas are defined in
-// khot/_ops.
+// khot::masked, khot::topk, khot::topk_mask, khot::order_statistics, khot::weighted_quantiles,
+// khot::soft_topk_magnitude and its backward for the CPU: tensors in and out, rows shared among torch's
+// threads. The schemas are defined in khot/_ops.
 #include "bindings/selection.h"
 
 #include <tuple>
@@ -49,21 +49,37 @@ Tensor topk_mask(Tensor x, Tensor k) {
   return out;
 }
 
-Tensor order_statistics(Tensor x, Tensor k) {
-  const Shape shape(x);
-  const int64_t m = k.size(k.dim() - 1);
+// What find(row, numbers, m, out) writes for each row x of m numbers.
+template <class Find>
+Tensor of_numbers(const Tensor& x, const Shape& shape, const Tensor& numbers, Find find) {
+  const int64_t m = numbers.size(numbers.dim() - 1);
   Tensor out = empty(x, shape.with(m));
-  const Rows entries(x, shape.batch);
-  const RowScalars ks(k, shape.with(m));
+  const RowScalars given(numbers, shape.with(m));
   const Results results = results_in(out);
   row_ranges(shape.rows, shape.n, [&](int64_t begin, int64_t end) {
-    std::vector<double> places(m);
+    std::vector<double> of_row(m);
     for (int64_t row = begin; row < end; ++row) {
-      for (int64_t j = 0; j < m; ++j) places[j] = ks(row * m + j);
-      kernels().order_statistics(entries(row), shape.n, places.data(), m, results(row));
+      for (int64_t j = 0; j < m; ++j) of_row[j] = given(row * m + j);
+      find(row, of_row.data(), m, results(row));
     }
   });
   return out;
+}
+
+Tensor order_statistics(Tensor x, Tensor k) {
+  const Shape shape(x);
+  const Rows entries(x, shape.batch);
+  return of_numbers(x, shape, k, [&](int64_t row, const double* places, int64_t m, void* out) {
+    kernels().order_statistics(entries(row), shape.n, places, m, out);
+  });
+}
+
+Tensor weighted_quantiles(Tensor x, Tensor weights, Tensor level) {
+  const Shape shape(x);
+  const Rows entries(x, shape.batch), of_entries(weights, shape.batch, shape.n);
+  return of_numbers(x, shape, level, [&](int64_t row, const double* levels, int64_t m, void* out) {
+    kernels().weighted_quantiles(entries(row), of_entries(row), shape.n, levels, m, out);
+  });
 }
 
 std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tensor tau, double p,
@@ -119,6 +135,7 @@ STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {
   m.impl("masked", TORCH_BOX(&khot::masked));
   m.impl("topk_mask", TORCH_BOX(&khot::topk_mask));
   m.impl("order_statistics", TORCH_BOX(&khot::order_statistics));
+  m.impl("weighted_quantiles", TORCH_BOX(&khot::weighted_quantiles));
   m.impl("soft_topk_magnitude", TORCH_BOX(&khot::soft_topk_magnitude));
   m.impl("soft_topk_magnitude_backward", TORCH_BOX(&khot::soft_topk_magnitude_backward));
 }

@@ -20,6 +20,7 @@
 #include "selection/mask.h"
 #include "selection/masked.h"
 #include "selection/order_statistics.h"
+#include "selection/weighted.h"
 #include "soft_topk/backward.h"
 #include "soft_topk/choose.h"
 
@@ -40,6 +41,7 @@ const Kernels& kernels() {
                                  turn,
                                  topk,
                                  order_statistics,
+                                 weighted_quantiles,
                                  magnitude,
                                  magnitude_backward};
   return table;

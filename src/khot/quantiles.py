@@ -1,5 +1,4 @@
-"""Exact order statistics: the k-th entry of each row and its quantiles, without a sort; with weights, by
-one."""
+"""Exact order statistics: the k-th entry of each row and its quantiles, also with weights, without a sort."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from khot._core.rows import Row
 from khot._core.ways import by_rows
 from khot._ops import shared
 from khot._ops.interpolation import interpolate
-from khot._ops.order_statistics import order_statistics
+from khot._ops.order_statistics import order_statistics, weighted_quantiles
 from khot._ops.quantiles import quantiles
 
 __all__ = ["conformal_quantile", "kth_value", "quantile"]
@@ -131,8 +130,10 @@ def quantile(
             half-way the one whose position is even; ``"midpoint"``, the mean of the two.
         weights: ≥ 0, a tensor of integers or floating-point numbers that broadcasts to the input. The
             quantile is then the smallest entry up to which the weights sum to q times all of them, as from
-            ``numpy.quantile(..., method="inverted_cdf", weights=...)``, by a sort. Entries of weight 0 are
-            never it. Not with an interpolation or a group.
+            ``numpy.quantile(..., method="inverted_cdf", weights=...)``: q and the sums are in float64, and
+            rounded as the running sums of the sorted row are. A row in which rounding may decide is sorted,
+            as all rows are on a GPU; sums of whole numbers are not rounded. Entries of weight 0 are never the
+            quantile. Not with an interpolation or a group.
         mask, group: as for :func:`kth_value`; with ``dim=None``, all entries of all processes are one row.
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
@@ -191,8 +192,10 @@ def quantile(
         return value.reshape(_kept(input, dim)) if keepdim else value.squeeze(-1)
     if weights is not None:
         w = arguments.of_entries(weights, "weights", input, -1 if dim is None else dim, mask)
-        value = _weighted(x, widen(level).reshape(-1), w.reshape(x.shape)).movedim(-1, 0)
-        return _as_asked(value, level, input, dim, keepdim)
+        w = widen(w.detach().reshape(x.shape))
+        w = arguments.check_values(w, "weights", low=0, high=sys.float_info.max)
+        levels = widen(level.detach()).reshape(-1).expand(*x.shape[:-1], -1)
+        return _as_asked(weighted_quantiles(x, w, levels).movedim(-1, 0), level, input, dim, keepdim)
     n = _lengths(x, flat, axis, chosen, row)
     if not row.here and torch.compiler.is_compiling():
         level = shared.share(level, row.name)
@@ -256,17 +259,6 @@ def conformal_quantile(
     near = (place - place.round()).abs() <= more * rounding
     k = torch.where(near, place.round(), place.ceil()).clamp(min=1)
     return kth_value(torch.nn.functional.pad(x, (0, 1), value=math.inf), k, largest=False)
-
-
-def _weighted(x: Tensor, level: Tensor, weights: Tensor) -> Tensor:
-    """The first entries of the ascending order at which the share of the weights reaches levels (m)."""
-    weights = arguments.check_values(widen(weights.detach()), "weights", low=0, high=sys.float_info.max)
-    sums = weights.gather(-1, x.detach().argsort(dim=-1, stable=True)).cumsum(-1)
-    total = sums[..., -1:]
-    share = (sums / total).masked_fill(sums == 0, -1)  # an entry of weight 0 is not it, even for level 0
-    at = (share.unsqueeze(-2) < level.detach().unsqueeze(-1)).sum(-1)
-    bad = ~((total > 0) & (total < math.inf)) | (weights < 0).any(-1, True)
-    return order_statistics(x, widen(x.shape[-1] - at).masked_fill(bad, math.nan))
 
 
 def _as_asked(value: Tensor, level: Tensor, input: Tensor, dim: int | None, keepdim: bool) -> Tensor:

@@ -155,6 +155,10 @@ def expected(x: Tensor) -> Tensor:
     return x.sigmoid().sum(-1).round()
 
 
+def level(x: Tensor) -> Tensor:
+    return torch.linspace(0, 1, x.shape[:-1].numel()).view(x.shape[:-1]).double()
+
+
 def temperature(x: Tensor) -> Tensor:
     return torch.linspace(0.4, 1.5, x.shape[:-1].numel()).view(x.shape[:-1]).double()
 
@@ -289,6 +293,11 @@ def places(a: Given) -> Tensor:
     return torch.stack((k, (k - 1).clamp(min=1)), -1)
 
 
+def weighted_quantiles(on: Engine, a: Given) -> tuple[Tensor, ...]:
+    q = a["q"].expand(a["x"].shape[:-1])
+    return (on("weighted_quantiles")(a["x"], a["w"].expand(a["x"].shape), torch.stack((q, 1 - q), -1)),)
+
+
 def order_statistics_backward(on: Engine, a: Given) -> tuple[Tensor, ...]:
     values = OPERATORS["order_statistics"].kernel(a["x"], places(a))
     u = a["u"].expand(a["x"].shape[:-1]).to(values.dtype)
@@ -374,6 +383,10 @@ KERNELS: dict[str, Kernel] = {
     "order_statistics": Kernel(
         ("order_statistics",), lambda on, a: (on("order_statistics")(a["x"], places(a)),),
         {"x": normal}, {"k": whole}, {"x": (NAN,), "k": (1e9, NAN)}, exact=ROUNDED,
+    ),
+    "weighted_quantiles": Kernel(
+        ("weighted_quantiles",), weighted_quantiles, {"x": normal, "w": price}, {"q": level},
+        {"x": (NAN,), "w": (-1.0, INF, NAN), "q": (-0.1, NAN)}, exact=ROUNDED,
     ),
     "order_statistics_backward": Kernel(
         ("order_statistics_backward",), order_statistics_backward,

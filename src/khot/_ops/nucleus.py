@@ -12,12 +12,12 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.dispatch import Rule, define
 from khot._core.precision import on, widen
+from khot._ops.order_statistics import weighted_quantiles
 from khot._ops.topk import largest_entries
 
 __all__ = ["nucleus"]
 
 FIRST = 256  # entries, which mostly have the whole probability
-BINS = 4096  # 2¹⁰ and 2¹⁴ took as long
 SLACK = 1e-12  # by which sums are rounded: p is reached by equal entries that add up to it
 
 
@@ -43,7 +43,7 @@ def _kernel(x: Tensor, p: Tensor) -> Tensor:
     mask = torch.where(p == 1, rows != -math.inf, mask)  # whatever sums are rounded to
     left = (short & (p < 1)).squeeze(-1)
     if count < n and bool(left.any()):
-        mask[left] = _nearly_flat(rows[left], top[left], goal[left], p[left])
+        mask[left] = _nearly_flat(rows[left], top[left], goal[left], total[left])
     bad = total.isnan() | ~((p >= 0) & (p <= 1))
     return mask.to(x.dtype).masked_fill(bad, math.nan).reshape(x.shape)
 
@@ -57,18 +57,14 @@ def _prefix(x: Tensor, top: Tensor, before: Tensor, goal: Tensor, count: int) ->
     return torch.zeros_like(x, dtype=torch.bool).scatter(-1, index, keep), sums[..., -1:] < goal
 
 
-def _nearly_flat(x: Tensor, top: Tensor, goal: Tensor, p: Tensor) -> Tensor:
-    """The same by a histogram: only the entries of the bin in which the goal is reached are sorted."""
-    wide = widen(x)
-    # all entries in the lowest bin have 1 − p together, at most
-    low = top + torch.log((1 - p) / p * goal / x.shape[-1])
-    place = ((wide - low) * (BINS / (top - low))).clamp_(0, BINS).long()
-    held = goal.new_zeros(len(x), BINS + 1).scatter_add_(-1, place, torch.exp(wide - top))
-    until = held.flip(-1).cumsum(-1).flip(-1)
-    last = ((until >= goal).sum(-1, keepdim=True) - 1).clamp(min=0)
-    inside, before = place == last, (until - held).gather(-1, last)
-    within = x.masked_fill(~inside, -math.inf)
-    return (place > last) | _prefix(within, top, before, goal, int(inside.sum(-1).max()))[0]
+def _nearly_flat(x: Tensor, top: Tensor, goal: Tensor, total: Tensor) -> Tensor:
+    """The same by the entry with which the goal is reached: only its equals are sorted."""
+    share = torch.exp(widen(x) - top)
+    last = -weighted_quantiles(-x, share, goal / total)
+    above, equal = x > last, x == last
+    before = share.masked_fill(~above, 0).sum(-1, keepdim=True)
+    count = int(equal.sum(-1).max())
+    return above | _prefix(x.masked_fill(~equal, -math.inf), top, before, goal, count)[0]
 
 
 class _Rule(Rule):

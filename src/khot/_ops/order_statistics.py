@@ -1,4 +1,5 @@
-"""Order statistics: the k-th largest entries of each row, whole or spread over processes.
+"""Order statistics: the k-th largest entries of each row, whole or spread over processes; and weighted
+quantiles of whole rows, the entries up to which weights have a share.
 
 The derivative of an order statistic goes to one entry that has its value. That entry is looked for only when
 a derivative is wanted, so the operator returns the values alone.
@@ -7,7 +8,7 @@ a derivative is wanted, so the operator returns the values alone.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from khot._core.dispatch import Rule, define
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import order_statistics as kernels
 
-__all__ = ["order_statistics"]
+__all__ = ["order_statistics", "weighted_quantiles"]
 
 
 def order_statistics(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
@@ -34,7 +35,7 @@ def order_statistics(x: Tensor, k: Tensor, row: Row = HERE) -> Tensor:
 
 
 class _Rule(Rule):
-    own_dims = (1, 1)
+    own_dims: ClassVar[tuple[int, ...]] = (1, 1)
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: Tensor) -> tuple[Tensor, ...]:
@@ -68,3 +69,20 @@ _order_statistics = define("order_statistics", kernels.order_statistics, _fake, 
 _order_statistics_backward = define(
     "order_statistics_backward", kernels.order_statistics_backward, "x", spread=True
 )
+
+
+class _Weighted(_Rule):
+    """The same for an entry, however it was found. The weights have no derivative."""
+
+    own_dims = (1, 1, 1)
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *_Rule.vjp(ctx, grad), None
+
+
+def _weighted_fake(x: Tensor, weights: Tensor, level: Tensor) -> Tensor:
+    return x.new_empty(level.shape)
+
+
+weighted_quantiles = define("weighted_quantiles", kernels.weighted_quantiles, _weighted_fake, _Weighted)

@@ -1,4 +1,4 @@
-"""The reference kernel of order statistics, and the entries that their derivatives go to."""
+"""The reference kernels of order statistics and weighted quantiles, and the entries that gradients go to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from khot._core import rows
-from khot._core.precision import on
+from khot._core.precision import on, widen
 from khot._core.rows import HERE, Row, Shards
 from khot._kernels.reference.selection import from_keys, keys_of, kth_largest, place
 
@@ -16,6 +16,7 @@ __all__ = [
     "order_statistics",
     "order_statistics_backward",
     "places_of",
+    "weighted_quantiles",
 ]
 
 
@@ -93,3 +94,25 @@ def order_statistics_backward(x: Tensor, values: Tensor, grad: Tensor, group: st
     start = torch.where(values.detach().isnan().any(-1, keepdim=True), math.nan, 0.0).to(x.dtype)
     dx = start.expand(x.shape)
     return dx.scatter_add(-1, index, grad.masked_fill(~here, 0)) if x.shape[-1] else dx.clone()
+
+
+def weighted_quantiles(x: Tensor, weights: Tensor, level: Tensor) -> Tensor:
+    """The smallest entries of each row up to which the weights sum to shares of all of them.
+
+    Args:
+        x: (*batch, n).
+        weights: (*batch, n), ≥ 0. Entries of weight 0 are not found.
+        level: (*batch, m), in [0, 1].
+
+    NaN for a row with a NaN, with a bad weight or without any weight, and for other levels.
+    """
+    if x.numel() == 0:
+        return x.new_full(level.shape, math.nan)
+    weights = widen(weights)
+    ordered, order = x.sort(dim=-1, stable=True)
+    sums = weights.gather(-1, order).cumsum(-1)
+    total = sums[..., -1:]
+    share = (sums / total).masked_fill(sums == 0, -1)  # even a level of 0 needs some weight
+    at = torch.searchsorted(share, level.contiguous()).clamp(max=x.shape[-1] - 1)
+    bad = x.isnan().any(-1, True) | (weights < 0).any(-1, True) | ~((total > 0) & (total < math.inf))
+    return (ordered.gather(-1, at) + 0.0).masked_fill(bad | ~((level >= 0) & (level <= 1)), math.nan)
