@@ -127,6 +127,7 @@ TINY: dict[str, tuple[Any, ...]] = {
     "budget": ((3, 20),),
     "calls": ((4, 20, 3),),
     "conditional_poisson": ((2, 20, 3.0), (2, 20, 4), (1, 1_000, 500)),
+    "long_lists": (40,),
     "memory": (16, 64),
     "packages": ((4, 20, 3),),
     "packed": ("4,096 rows of 64",),

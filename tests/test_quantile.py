@@ -225,11 +225,17 @@ def test_weights_masks_and_shapes() -> None:
 
 def test_bad_weights() -> None:
     x = normal(3)
+
+    def by_weights(weights: Tensor) -> Tensor:
+        return khot.quantile(x.expand_as(weights), 0.5, weights=weights)
+
     for bad in (-1.0, INF, NAN):
-        with pytest.raises(ValueError, match=f"^weights must be finite and >= 0, but got {bad}"):
-            khot.quantile(x, 0.5, weights=torch.tensor([1.0, bad, 1.0]))
-        got = torch.func.vmap(lambda w: khot.quantile(x, 0.5, weights=w))(torch.tensor([[1.0, bad, 1.0]]))
-        assert got.isnan().all()
+        given = torch.tensor([[1.0, bad, 1.0]])
+        for quantile in (by_weights, torch.func.vmap(by_weights)):
+            with pytest.raises(ValueError, match=f"^weights must be finite and >= 0, but got {bad}"):
+                quantile(given)
+        compiled = torch.compile(by_weights, fullgraph=True, backend="eager")
+        assert compiled(given).isnan().all()
     with pytest.raises(
         ValueError, match=r"^weights must broadcast to the input's shape \(3,\), but got \(2,\)"
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -192,10 +191,9 @@ def quantile(
         return value.reshape(_kept(input, dim)) if keepdim else value.squeeze(-1)
     if weights is not None:
         w = arguments.of_entries(weights, "weights", input, -1 if dim is None else dim, mask)
-        w = widen(w.detach().reshape(x.shape))
-        w = arguments.check_values(w, "weights", low=0, high=sys.float_info.max)
         levels = widen(level.detach()).reshape(-1).expand(*x.shape[:-1], -1)
-        return _as_asked(weighted_quantiles(x, w, levels).movedim(-1, 0), level, input, dim, keepdim)
+        value = weighted_quantiles(x, w.detach().reshape(x.shape), levels)
+        return _as_asked(value.movedim(-1, 0), level, input, dim, keepdim)
     n = _lengths(x, flat, axis, chosen, row)
     if not row.here and torch.compiler.is_compiling():
         level = shared.share(level, row.name)

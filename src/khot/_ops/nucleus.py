@@ -17,7 +17,7 @@ from khot._ops.topk import largest_entries
 
 __all__ = ["nucleus"]
 
-FIRST = 256  # entries, which mostly have the whole probability
+FIRST, LONG = 256, 512  # so many entries mostly have the whole probability of so many
 SLACK = 1e-12  # by which sums are rounded: p is reached by equal entries that add up to it
 
 
@@ -34,37 +34,38 @@ def _kernel(x: Tensor, p: Tensor) -> Tensor:
         return torch.zeros_like(x)
     n, p = x.shape[-1], widen(on(x.device, p)).expand(x.shape[:-1]).reshape(-1, 1)
     rows = x.reshape(-1, n)
-    top = widen(rows.amax(-1, keepdim=True))
-    total = torch.exp(widen(rows) - top).sum(-1, keepdim=True)
-    # few entries need no sort of the row, but to see that they do takes a look at values
-    count = min(FIRST, n) if x.is_cpu else n
+    share = torch.exp(widen(rows) - widen(rows.amax(-1, keepdim=True)))
+    total = share.sum(-1, keepdim=True)
     goal = p * total * (1 - SLACK)
-    mask, short = _prefix(rows, top, 0 * total, goal, count)
+    if x.is_cpu and n > LONG:  # to see that a few entries are enough takes a look at values
+        mask, enough = _of_few(rows, share, goal)
+        left = ~(enough | (p == 1)).squeeze(-1)
+        if bool(left.any()):
+            mask[left] = _of_all(rows[left], share[left], goal[left], total[left])
+    else:
+        mask = _of_all(rows, share, goal, total)
     mask = torch.where(p == 1, rows != -math.inf, mask)  # whatever sums are rounded to
-    left = (short & (p < 1)).squeeze(-1)
-    if count < n and bool(left.any()):
-        mask[left] = _nearly_flat(rows[left], top[left], goal[left], total[left])
     bad = total.isnan() | ~((p >= 0) & (p <= 1))
     return mask.to(x.dtype).masked_fill(bad, math.nan).reshape(x.shape)
 
 
-def _prefix(x: Tensor, top: Tensor, before: Tensor, goal: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _of_few(x: Tensor, share: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     """Of the first entries of the descending order, those before which the sum is less than the goal, and
-    whether all of them fall short of it."""
-    best, index = largest_entries(x, count, True, True)
-    sums = before + torch.exp(widen(best) - top).cumsum(-1)
-    keep = (torch.cat((before, sums[..., :-1]), -1) < goal) & (best != -math.inf)
-    return torch.zeros_like(x, dtype=torch.bool).scatter(-1, index, keep), sums[..., -1:] < goal
+    whether all of them reach it."""
+    index = largest_entries(x, FIRST, True, True)[1]
+    sums = share.gather(-1, index).cumsum(-1)
+    keep = torch.nn.functional.pad(sums[..., :-1], (1, 0)) < goal
+    return torch.zeros_like(x, dtype=torch.bool).scatter(-1, index, keep), sums[..., -1:] >= goal
 
 
-def _nearly_flat(x: Tensor, top: Tensor, goal: Tensor, total: Tensor) -> Tensor:
-    """The same by the entry with which the goal is reached: only its equals are sorted."""
-    share = torch.exp(widen(x) - top)
-    last = -weighted_quantiles(-x, share, goal / total)
+def _of_all(x: Tensor, share: Tensor, goal: Tensor, total: Tensor) -> Tensor:
+    """Those before which the sum is less than the goal, from the entry with which it is reached."""
+    last = -weighted_quantiles.overload(-x, share, goal / total)
     above, equal = x > last, x == last
     before = share.masked_fill(~above, 0).sum(-1, keepdim=True)
-    count = int(equal.sum(-1).max())
-    return above | _prefix(x.masked_fill(~equal, -math.inf), top, before, goal, count)[0]
+    each = torch.exp(widen(last) - widen(x.amax(-1, keepdim=True)))
+    count = ((goal - before) / each).ceil()
+    return above | (equal & (equal.cumsum(-1) <= count))
 
 
 class _Rule(Rule):

@@ -8,13 +8,15 @@ a derivative is wanted, so the operator returns the values alone.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from khot._core import rows
+from khot._core import arguments, rows
 from khot._core.dispatch import Rule, define
+from khot._core.precision import widen
 from khot._core.rows import HERE, Row
 from khot._kernels.reference import order_statistics as kernels
 
@@ -79,6 +81,11 @@ class _Weighted(_Rule):
     @staticmethod
     def vjp(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return *_Rule.vjp(ctx, grad), None
+
+    @staticmethod
+    def examine(outputs: Tensor, *inputs: Any) -> None:
+        if arguments.shows_nan(outputs):
+            arguments.check_values(widen(inputs[1]), "weights", low=0, high=sys.float_info.max)
 
 
 def _weighted_fake(x: Tensor, weights: Tensor, level: Tensor) -> Tensor:
