@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,48 @@ def _magnitude(x: Tensor, k: Tensor, tau: Tensor, p: float) -> Tensor:
     return magnitude.soft_topk_magnitude(x.abs(), k, tau, p, False)[0] * x.sign()
 
 
+FIRST = 4  # rows of a permutation
+
+
+@cache
+def _weights(n: int) -> Tensor:
+    return torch.rand(n, generator=torch.Generator().manual_seed(3))
+
+
+def _packed(x: Tensor, k: int, *, tau: float) -> Tensor:
+    offsets = torch.arange(0, x.numel() + 1, x.shape[-1])
+    return khot.soft_topk(x.flatten(), k, tau=tau, offsets=offsets).view_as(x)
+
+
+def _nucleus(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+    probs, order = x.softmax(-1).sort(descending=True)
+    return torch.zeros_like(x).scatter(-1, order, (probs.cumsum(-1) - probs < 0.9).to(x.dtype))
+
+
+def _weighted(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+    weights = _weights(x.shape[-1]).expand_as(x)
+    return torch.from_numpy(np.quantile(x, 0.9, axis=-1, method="inverted_cdf", weights=weights))
+
+
+def _conformal(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+    n = x.shape[-1]
+    return x.kthvalue(n + 1 - (n + 1) // 10).values  # ⌈0.9 (n + 1)⌉
+
+
+def _first_places(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+    tops = [_soft("laplace")(x, torch.full_like(k, i), tau) for i in range(1, FIRST + 1)]
+    return torch.stack(tops, -2).diff(dim=-2, prepend=torch.zeros_like(x).unsqueeze(-2))
+
+
+def _choices(x: Tensor, k: int, *, tau: float) -> Tensor:
+    return khot.distributions.PlackettLuce(k, x).log_prob(torch.arange(k))
+
+
+def _exact_choices(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
+    first = int(k[0])
+    return (x - x.flip(-1).logcumsumexp(-1).flip(-1))[:, :first].sum(-1)
+
+
 CDFS = {
     cdf: Operator("soft_topk", partial(khot.soft_topk, cdf=cdf), _soft(cdf), smooth=cdf * (cdf != "uniform"))
     for cdf in ("logistic", "laplace", "normal", "uniform")
@@ -100,6 +143,20 @@ OPERATORS = {f"soft_topk, {name}": operator for name, operator in CDFS.items()} 
     "inverse_soft_count": _other(
         "inverse_soft_count", khot.inverse_soft_count, _soft("logistic", output="threshold"), relative=1e-6
     ),
+    "soft_topk, packed": Operator("soft_topk", _packed, _soft("logistic")),
+    "nucleus_mask": _other("nucleus_mask", lambda x, k, *, tau: khot.nucleus_mask(x, 0.9, tau=tau), _nucleus),
+    "quantile, weights": _other(
+        "quantile", lambda x, k, *, tau: khot.quantile(x, 0.9, weights=_weights(x.shape[-1])), _weighted
+    ),
+    "conformal_quantile": _other(
+        "conformal_quantile", lambda x, k, *, tau: khot.conformal_quantile(x, 0.1), _conformal
+    ),
+    f"soft_permutation, k = {FIRST}": _other(
+        "soft_permutation",
+        lambda x, k, *, tau: khot.soft_permutation(x, tau=tau, k=FIRST, descending=True),
+        _first_places,
+    ),
+    "PlackettLuce": _other("distributions.PlackettLuce", _choices, _exact_choices, relative=1e-6),
 }
 
 

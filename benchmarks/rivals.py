@@ -44,6 +44,21 @@ def largest_by_sorts(x: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
     return mask
 
 
+# ----------------------------------------------------------------------------------- ranking losses
+
+
+def log_rank_of_pairs(x: Tensor, relevance: Tensor) -> Tensor:
+    """`khot.losses.log_rank_loss` of a list of distinct relevances > 0, from the matrix of all pairs."""
+    grade, order = relevance.double().sort()
+    y = x[order].double()
+    apart = y - y.unsqueeze(-1)
+    before = (apart.clamp(min=0) + 0.5 * torch.exp(-apart.abs())).cumsum(-1)
+    below = F.pad(before[:, :-1], (1, 0))  # of each grade, whose place in the perfect order is best
+    best = torch.arange(len(x) + 1, 1, -1) / 2
+    step = grade.diff(prepend=grade.new_zeros(1))
+    return ((torch.log1p(below / best) * step).tril().sum() / grade.sum()).to(x.dtype)
+
+
 # -------------------------------------------------------------------------------------- assignment
 
 

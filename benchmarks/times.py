@@ -250,6 +250,29 @@ def packed(run: Run, *cases: str) -> Iterator[Table]:
     yield ["rows", *head], rows()
 
 
+def long_lists(run: Run, *lengths: int) -> Iterator[Table]:
+    """What log_rank_loss costs where all relevances of a long list differ, beside the matrix of all pairs.
+
+    Float32 scores, normal, sd 1. Times are milliseconds, forward / forward + backward, and the others
+    multiples of them. Memory is the growth of the process in forward + backward, in MB.
+    """
+
+    def rows() -> Iterator[list[str]]:
+        for n in lengths:
+            x, relevance = normal(n), 1 + torch.randperm(n, generator=generator(1))
+            calls: dict[str, Function] = {
+                "khot": lambda x, relevance=relevance: khot.losses.log_rank_loss(x, relevance),
+                "pairs": partial(rivals.log_rank_of_pairs, relevance=relevance),
+            }
+            right(torch.allclose(calls["khot"](x), calls["pairs"](x), rtol=2e-6), f"{n}: the losses differ")
+            times = run.both({name: (f, x) for name, f in calls.items()})
+            grow = [report.peak_memory(timing.forward_backward(f, x)) for f in calls.values()]
+            mine = milliseconds(*(t["khot"] for t in times))
+            yield [f"{n:,}", mine, ratios(times, "pairs", "khot"), *map(report.megabytes, grow)]
+
+    yield ["entries", "khot, ms", "pairs : khot", "khot, MB", "pairs, MB"], rows()
+
+
 def quantile(run: Run, *shapes: tuple[int, ...]) -> Iterator[Table]:
     """What exact order statistics cost beside torch's: the median, and the quantile of 0.9.
 
@@ -1033,6 +1056,7 @@ SUBJECTS = {
                 (1, 1_000_000, 500_000),
             ),
         ),
+        Subject(long_lists, (300, 1_000, 4_000)),
         Subject(memory, (256, 1024, 4096, 65_536, LONGEST), 0.3),
         Subject(packages, ((64, 64, 8), (4_096, 64, 8), (128, 1_000, 100)), 0.3, ("entmax", "softtorch")),
         Subject(packed, tuple(LENGTHS)),
