@@ -260,6 +260,7 @@ std::tuple<Tensor, Tensor, Tensor> packed_soft_topk(Tensor x, Tensor offsets, Te
       std::memcpy(scores.result(i), made.at(i - run.begin), packed.length(i) * values.bytes());
     }
   });
+  if (std::any_of(h, h + rows, [](double t) { return std::isnan(t); })) return {refused(x), hi, lo};
   return {y, hi, lo};
 }
 

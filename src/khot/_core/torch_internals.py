@@ -83,6 +83,7 @@ copy_each, zero_each = torch.ops.aten._foreach_copy_.default, torch.ops.aten._fo
 transforms_are_on = torch._C._are_functorch_transforms_active
 
 
+@functools.cache
 def has_cpu_kernel(operator: str) -> bool:
     """Whether a kernel was registered for the CPU under the operator's full name."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU")

@@ -91,6 +91,9 @@ def _by_parts(
     signature = inspect.signature(function)
     first = next(iter(signature.parameters))
     full_name = f"{function.__module__}.{function.__qualname__}"
+    every = set(signature.parameters)
+    places = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
     packs = "offsets" in signature.parameters
 
     @functools.wraps(function)
@@ -102,9 +105,10 @@ def _by_parts(
         is_packed = packs and (offsets is not None or is_nested(input))
         if not is_packed and not (how and is_dtensor(input)):
             return function(*args, **options)
-        bound = signature.bind(*args, **options)
-        bound.apply_defaults()
-        named = dict(bound.arguments)
+        given = dict(zip(places, args, strict=False)) | options
+        named = defaults | given
+        if len(given) < len(args) + len(options) or set(named) != every:
+            signature.bind(*args, **options)  # raises what Python raises; for each call it would take long
         named.pop(first)
         if is_packed:
             if not torch.compiler.is_compiling():

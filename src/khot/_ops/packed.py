@@ -21,6 +21,7 @@ from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.dispatch import gradient
 from khot._core.torch_internals import (
+    any_requires_grad,
     as_usual,
     below_autograd,
     forward_mode_is_on,
@@ -86,7 +87,10 @@ def soft_at_once(
     def otherwise(x: Tensor, k: Tensor, tau: Tensor) -> Tensor:
         return by_groups(x, k=k, tau=tau, largest=True, mask=None, hard=False)
 
-    y: Tensor | None = _SoftTopK.apply(x, count, scale, offsets, F.key, output, otherwise)
+    if torch.is_grad_enabled() and any_requires_grad(*given):
+        y: Tensor | None = _SoftTopK.apply(x, count, scale, offsets, F.key, output, otherwise)
+    else:
+        y = _solved(x, count, scale, offsets, F.key, output)[0]
     if y is None or not hard:
         return y
     chosen = _hard(x, count, offsets)
@@ -140,7 +144,15 @@ def _serves(operator: str, *tensors: Tensor) -> bool:
         known = operator in gpu.KERNELS and gpu.available()
         return known and not torch.compiler.is_compiling() and not transforms_are_on()
     plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    return device.type == "cpu" and plain and has_cpu_kernel(f"khot::{operator}") and as_usual()
+    return device.type == "cpu" and plain and as_usual() and has_cpu_kernel(f"khot::{operator}")
+
+
+def _solved(
+    x: Tensor, k: Tensor, tau: Tensor, offsets: Tensor, key: Any, output: str
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The output, None where the offsets or a row are wrong, and the thresholds."""
+    y, hi, lo = torch.ops.khot.packed_soft_topk(x, offsets, k, tau, *key, output)
+    return y if y.dim() == 1 else None, hi, lo
 
 
 class _SoftTopK(Function):
@@ -150,8 +162,8 @@ class _SoftTopK(Function):
     def forward(
         ctx: Any, x: Tensor, k: Tensor, tau: Tensor, offsets: Tensor, key: Any, output: str, otherwise: Any
     ) -> Tensor | None:
-        y, hi, lo = torch.ops.khot.packed_soft_topk(x, offsets, k, tau, *key, output)
-        if x.is_cpu and (y.dim() != 1 or bool(hi.isnan().any())):  # the offsets are wrong, or a row is
+        y, hi, lo = _solved(x, k, tau, offsets, key, output)
+        if y is None:
             return None
         compiled = output == "y" and x.dtype == torch.float32 and x.is_cpu
         by_value = compiled and cdfs.resolve(*key).density_from_value
