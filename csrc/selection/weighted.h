@@ -163,6 +163,7 @@ inline void weighted_quantiles(const Row& x, const Row& weights, int64_t n, cons
     using Quantiles = WeightedQuantiles<std::remove_reference_t<decltype(*p)>>;
     static thread_local typename Quantiles::Scratch scratch;
     Quantiles(order, scratch, x, weights, n)(levels, m, p);
+    if (n > 1 << 20) scratch = {};  // up to 32 bytes an entry
   });
 }
 
