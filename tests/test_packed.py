@@ -83,6 +83,11 @@ def calibrate(x: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
     return conditional_poisson.calibrate(_shares(x, k, offsets), offsets=offsets)
 
 
+def log_prob(x: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
+    chosen = khot.topk_mask(x, k, offsets=offsets).detach()
+    return conditional_poisson.log_prob(chosen, x, k, offsets=offsets)
+
+
 def sample(x: Tensor, k: Tensor, offsets: Tensor | None = None, **options: Any) -> Tensor:
     return sampling.sample(_shares(x, k, offsets), offsets=offsets, **options)
 
@@ -119,6 +124,7 @@ SOFT = [
     _case(calibrate, "k"),
     _case(conditional_poisson.log_normalizer, "k", entries=False),
     _case(conditional_poisson.marginals, "k"),
+    _case(log_prob, "k", entries=False),
     _case(conditional_poisson.entropy, "k", entries=False),
     _case(conditional_poisson.kl, "q_logits k", entries=False),
 ]
@@ -177,11 +183,12 @@ def _given(lengths: list[int], takes: tuple[str, ...]) -> dict[str, Tensor]:
         "relevance": torch.randint(0, 3, (n,), generator=g),
         "labels": torch.randint(0, 2, (n,), generator=g),
         "target": mask.double(),
-        "order": torch.cat([_order(part, g) for part in mask.split(lengths)] or [torch.ones(0).long()]),
         "label": torch.ones(rows, dtype=torch.int64),
         "weight": number(rows, 0, 1),
         "share": number(rows, 0.4, 0.8),
     }
+    if "target=order" in takes:
+        every["order"] = torch.cat([_order(part, g) for part in mask.split(lengths)])
     named = (name.partition("=") for name in takes)
     return {name: every[source or name] for name, _, source in named}
 
@@ -329,6 +336,20 @@ def test_tables_are_complete() -> None:
     assert public - tested == {"topk", "reinmax"}  # of a tuple, and below
 
 
+def test_every_function_on_rows_takes_offsets() -> None:
+    """But those whose results are matrices for each row, and those that have no rows of values."""
+    without = {
+        name
+        for module in (khot, losses, sampling, conditional_poisson, estimators)
+        for name in module.__all__
+        if inspect.isfunction(function := getattr(module, name))
+        and "offsets" not in inspect.signature(function).parameters
+    }
+    matrices = {"soft_permutation", "log_soft_permutation", "sorted_soft_topk", "soft_assign"}
+    matrices |= {"joint_inclusion_probs", "joint_marginals"}
+    assert without == matrices | {"linear_topk", "score_function", "show_config"}
+
+
 def test_one_hot_draws() -> None:
     x = _values(LENGTHS["filled"])
     drawn = estimators.reinmax(x, offsets=_offsets(LENGTHS["filled"]))
@@ -394,25 +415,49 @@ def test_hard_choices() -> None:
     assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("call", [khot.soft_topk, khot.topk_mask, khot.soft_topk_signed])
-def test_nan_stays_in_its_row(call: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    "case", [c for c in SOFT if c.values[0].function not in (inclusion_probs, calibrate)]
+)
+def test_nan_stays_in_its_row(case: Case) -> None:
+    """Probabilities of NaN are an error."""
     lengths = LENGTHS["filled"]
-    clean = _values(lengths).detach()
+    clean, given = _values(lengths).detach(), _given(lengths, case.takes)
     x = clean.clone()
     x[4] = torch.nan
-    found, expected = (call(v, 1, offsets=_offsets(lengths)) for v in (x, clean))
-    assert found[3:8].isnan().all()
-    expected[3:8] = torch.nan
-    assert_close(found, expected, equal_nan=True)
+    if "mask" in given:
+        given["mask"][4] = True
+    found, expected = (
+        _by_row(case, case.function(v, **given, offsets=_offsets(lengths)), lengths) for v in (x, clean)
+    )
+    assert found[1].isnan().all() or case.function is _topk_values  # which has the other entry, too
+    assert found[1].isnan().any()
+    assert_close(found[:1] + found[2:], expected[:1] + expected[2:])
 
 
-def test_many_rows_of_one() -> None:
-    x = torch.randn(100_000)
-    offsets = torch.arange(100_001)
-    assert_close(khot.soft_topk(x, 0.25, offsets=offsets), torch.full_like(x, 0.25))
-    assert torch.equal(khot.soft_rank(x, offsets=offsets), torch.ones_like(x))
-    assert torch.equal(khot.quantile(x, 0.3, offsets=offsets), x)
-    long = torch.tensor([0, 1, 200_001, 200_003])  # a row that threads share
+def _by_row(case: Case, result: Tensor, lengths: list[int]) -> list[Tensor]:
+    if case.entries:
+        return list(result.split(lengths))
+    return list(result.unbind(1 if result.dim() > 1 and "q" in case.takes else 0))
+
+
+@pytest.mark.parametrize("case", SOFT)
+def test_many_rows_of_one(case: Case) -> None:
+    """Or of two, where a row must have two entries."""
+    n, rows = 1 + case.filled, 100_000
+    x, given = _values([n] * rows).detach(), _given([n] * rows, case.takes)
+    found = case.function(x, **given, offsets=torch.arange(0, len(x) + 1, n))
+    for i in (0, 777, rows - 1):
+        entries = slice(n * i, n * i + n)
+        alone = {
+            name: value[entries] if name in ENTRIES else value[i] if name in ROWS else value
+            for name, value in given.items()
+        }
+        of_row = found[entries] if case.entries else found[:, i] if "q" in case.takes else found[i]
+        assert_close(of_row, case.function(x[entries], **alone), rtol=1e-10, atol=1e-10)
+
+
+def test_a_row_that_threads_share() -> None:
+    long = torch.tensor([0, 1, 200_001, 200_003])
     scores = torch.randn(200_003)
     assert_close(
         khot.soft_topk(scores, 1, offsets=long)[1:200_001],

@@ -92,7 +92,8 @@ INTEGERS = frozenset(
 #: Tensors with one value for each entry of the input, and those that are the same for all rows. All others
 #: have one value, or several, for each row.
 OF_ENTRIES = frozenset(
-    {"cost", "labels", "mask", "q_logits", "relevance", "soft_label", "target", "targets", "weights"}
+    {"cost", "labels", "logits", "mask", "q_logits", "relevance", "soft_label", "target"}
+    | {"targets", "weights"}
 )
 OF_ALL = frozenset({"q", "w"})
 
@@ -127,7 +128,8 @@ def check_tensor(value: Any, name: str, distributed: bool = False) -> None:
     if not torch.compiler.is_compiling() and (value.layout != torch.strided or value.is_nested):
         got = f"the layout {value.layout}"
         if value.is_nested:
-            got = "a nested tensor; functions with offsets take those of layout=torch.jagged"
+            got = "a nested tensor; functions with offsets take those of layout=torch.jagged, as "
+            got += f"torch.nested.nested_tensor(list({name}.unbind()), layout=torch.jagged) gives"
         raise TypeError(f"{name} must be a dense tensor, but got {got}")
 
 

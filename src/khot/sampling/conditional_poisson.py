@@ -140,8 +140,11 @@ def joint_marginals(logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
     return to_pair(torch.where(diagonal, single.unsqueeze(-1), joint).to(logits.dtype), dim)
 
 
+@by_rows(0)
 @on_cpu
-def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
+def log_prob(
+    value: Tensor, logits: Tensor, k: Scalar, dim: int = -1, *, offsets: Tensor | None = None
+) -> Tensor:
     """The logarithm of the probability of a subset.
 
         log P(S) = Σ_(i∈S) θ_i − log Z_k(θ)
@@ -149,8 +152,9 @@ def log_prob(value: Tensor, logits: Tensor, k: Scalar, dim: int = -1) -> Tensor:
 
     Args:
         value: S as a k-hot vector, 0 and 1 (or bool); broadcasts with logits, so that draws have their dims
-            in front.
+            in front. Of packed rows in a floating-point dtype, as they are drawn.
         logits, k, dim: as for :func:`log_normalizer`.
+        offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
         The broadcast batch shape, of the logits' dtype; −inf for an S that cannot be drawn: of another size,
