@@ -48,8 +48,8 @@ class WeightedQuantiles {
   }
 
  private:
-  static constexpr int64_t kShort = 24;      // so many entries are sorted
-  static constexpr int64_t kFewLevels = 16;  // for more of them a sort takes less time
+  static constexpr int64_t kShort = 24;     // so many entries are sorted
+  static constexpr int64_t kFewLevels = 8;  // for more of them a sort takes less time
   static constexpr int kBins = 256;
 
   // Calls use(key, weight) for the entries that are left.
