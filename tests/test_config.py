@@ -206,7 +206,8 @@ def warned(kernels: str) -> list[str]:
 def test_a_pure_build_warns_once_where_it_is_first_used_on_a_cpu() -> None:
     (line,) = warned("")
     assert line.startswith("<string> khot: ")
-    assert "times as long" in line and "--no-build-isolation" in line
+    newer = torch.__version__ < cpu.OLDEST_TORCH  # of an older torch there is nothing to build
+    assert "times as long" in line and ("install a newer torch" if newer else "--no-build-isolation") in line
 
 
 def test_who_asks_for_the_reference_is_not_warned() -> None:

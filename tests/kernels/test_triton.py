@@ -196,6 +196,41 @@ def test_gaps_of_rows_with_a_program_of_their_own(kernels: Any, cdf: str) -> Non
     torch.testing.assert_close(hi + lo, up + low, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+def test_sharp_rows_need_no_float64(kernels: Any, monkeypatch: pytest.MonkeyPatch, cdf: str) -> None:
+    """There a row takes hundreds of times as long."""
+    leave_hard_rows_out(kernels, monkeypatch)
+    x = torch.randn(64, 500, generator=torch.Generator().manual_seed(12))
+    for tau in (1e-3, 3e-4):
+        y, _, _ = kernels.soft_topk(x, f64(8.0), f64(tau), cdf, 0.0, "y")
+        want, _, _ = reference.soft_topk(x.double(), f64(8.0), f64(tau), cdf, 0.0, "y")
+        assert error(y, want) <= 5e-7
+
+
+@pytest.mark.parametrize("where", ["kernels", "split"])
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+def test_gaps_of_any_width_need_no_float64(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, cdf: str
+) -> None:
+    """As much is missing above t as is left over below."""
+    kernels = request.getfixturevalue(where)
+    leave_hard_rows_out(kernels, monkeypatch)
+    gap, tau = torch.tensor([14.0, 22.0, 40.0, 62.0, 100.0, 130.0, 160.0, 300.0, 2000.0]), 2.0**-10
+    up = torch.tensor([0.0, 0.0, 0.0, 0.25, 1.5, 90.0, 400.0])  # beyond the ends of the gap, in tau
+    down = torch.tensor([0.0, 0.5, 3.0, 3.0, 20.0, 150.0, 700.0, 900.0, 1000.0, 2000.0, 5000.0])
+    x = torch.cat([gap[:, None] / 2 + up, -gap[:, None] / 2 - down], 1) * tau + 2
+    y, hi, lo = kernels.soft_topk(x, f64(7.0), f64(tau), cdf, 0.0, "y")
+    assert not y.isnan().any()
+    z = ((x.double() - hi[:, None].double()) - lo[:, None].double()) / tau
+    log_tail = {
+        "logistic": lambda z: -torch.nn.functional.softplus(z),
+        "laplace": lambda z: -z - math.log(2),
+        "normal": lambda z: torch.special.log_ndtr(-z),
+    }[cdf]
+    missing, over = log_tail(z[:, :7]).logsumexp(1), log_tail(-z[:, 7:]).logsumexp(1)
+    torch.testing.assert_close(missing, over, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("where", "dtype", "cdf", "tau"),
     # half of all combinations, among them all of any three
