@@ -143,3 +143,18 @@ def test_logarithms_where_nearly_nothing_is_selected(cdf: Any, k: float) -> None
     else:  # the greatest entry alone is selected
         want = torch.full_like(ROW, -math.inf).masked_fill(ROW.max() == ROW, math.log(k))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("p", [2.5, 2.8, 3.0])
+def test_a_tiny_k_of_one_entry_under_a_power_above_2(p: float) -> None:
+    """F rises like a root there, so that t needs twice the digits."""
+    x = torch.randn(17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    got = khot.log_soft_topk(x, 1e-8, tau=0.1, cdf=cdfs.Power(p)).max().exp()
+    torch.testing.assert_close(got, torch.tensor(1e-8, dtype=torch.float64), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(("tau", "cdf"), [(3e-4, "uniform"), (1e-6, "logistic"), (2e-6, "normal")])
+def test_the_share_of_an_entry_whose_digits_end_at_tau(tau: float, cdf: str) -> None:
+    x, left = 1000 + torch.arange(320_000).float() / 512, 0.05
+    y = khot.soft_topk(x, 160_000 - left, tau=tau, cdf=cdf)
+    torch.testing.assert_close(y[160_000], torch.tensor(1 - left), rtol=0, atol=1e-6)

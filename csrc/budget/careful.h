@@ -418,7 +418,8 @@ class CarefulBudget {
       if (F_.full_support && std::fabs(step) * most_ <= kLastStep * tau_) return moved(t, step);
       if (now.miss > 0) root.low = t;
       if (now.miss < 0) root.high = t;
-      if (root.width() * most_ <= 0x1p-54 * tau_) return t;  // no z differs
+      // no z differs, but those of entries at the end of a support, which may be small
+      if (root.width() * most_ <= (F_.full_support ? 0x1p-54 : 0x1p-90) * tau_) return t;
       Threshold trial = moved(t, step);
       // steps that become shorter by the same ratio, as on a power of t, lead to a limit
       const double ratio = step / before;

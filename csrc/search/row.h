@@ -199,13 +199,13 @@ class RowPasses {
       const float per = static_cast<float>(kLog2E / tau_);
       const float rest = static_cast<float>(((t.hi - top) + t.lo) * (kLog2E / tau_));
       return write_values(x_, -kInf<float>, [=](VecF x, VecF) {
-        if (kAround && !any((x > low) & (x < high))) return x < hi ? VecF{} : splat(1.0f);
+        if (kAround && !any((x >= low) & (x <= high))) return x < hi ? VecF{} : splat(1.0f);
         const VecF e = exp2_held((hi - x) * per + rest);
         return e < kNever ? rounded_value<C>(e) : VecF{};
       });
     }
     return write_values(x_, -kInf<float>, [=](VecF x, VecF a) {
-      if (kAround && !any((x > low) & (x < high))) return x < hi ? VecF{} : splat(1.0f);
+      if (kAround && !any((x >= low) & (x <= high))) return x < hi ? VecF{} : splat(1.0f);
       return F.template value<float>(offset<Terms>(x, hi, a) * scale - lo * u<Terms>(a));
     });
   }

@@ -138,7 +138,8 @@ class WeightedQuantiles {
 
   // Sorts what is left, and adds up its weights.
   void sort(double sum) {
-    std::sort(kept_.begin(), kept_.end(), [](const Entry& a, const Entry& b) { return a.key < b.key; });
+    std::stable_sort(kept_.begin(), kept_.end(),
+                     [](const Entry& a, const Entry& b) { return a.key < b.key; });
     for (Entry& e : kept_) e.weight = sum += e.weight;
   }
 
