@@ -231,7 +231,7 @@ def test_one_bad_row_spoils_no_other(op: Operator) -> None:
             assert y[1].tolist() == [1, 1, 0, 0, 0, 0, 0]  # as many of them as the budget pays for
         else:
             assert y[1].isnan().all()
-        assert_close(y[[0, 2]], want[[0, 2]], 0 if op.out_dims < 2 else 1e-15)
+        assert_close(y[[0, 2]], want[[0, 2]], 1e-13)  # of rows side by side one may take a step more
 
 
 @every
@@ -248,7 +248,7 @@ def test_a_bad_number_spoils_its_row_where_nobody_looks(
     for case in bad:
         y = op.call(x, *case)
         assert y[1].isnan().all()
-        assert torch.equal(y[[0, 2]], want[[0, 2]])
+        assert_close(y[[0, 2]], want[[0, 2]], 1e-13)
 
 
 @every_distinct

@@ -284,7 +284,9 @@ def test_the_first_rows_are_those_of_the_whole_matrix(operator: Callable[..., Te
                 P = operator(leaf, mask=selected, k=rows, **options)[:, :k]
                 finite = torch.where(P.isfinite(), P, 0)
                 found.append((P, *torch.autograd.grad((finite * weights[:, :k]).sum(), leaf)))
-            torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, equal_nan=True)
+            # shares under a power may be differences of y, whose last digits their logarithms see
+            atol = 1e-9 if operator is khot.log_soft_permutation and name == "power" else 1e-12
+            torch.testing.assert_close(*found, rtol=1e-12, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
