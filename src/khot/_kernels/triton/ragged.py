@@ -101,12 +101,31 @@ def _any_longer(offsets, first, rows, total, each, least):
     return tl.max(n) > least
 
 
+@triton.jit
+def _serve(offsets, rows, total, each, least, serve: tl.constexpr, given, T: tl.constexpr):
+    """serve(row, there, start, n, *given) for rows of up to as many entries as a :class:`.arguments.Tile`
+    holds, together; or, of `each` rows one after another, for those that are longer than the least, which
+    stream past."""
+    if T.ragged:
+        row, there, start, n = _alike(offsets, rows, total, T)
+        serve(row, there, start, n, *given)
+    else:
+        first = tl.program_id(0).to(tl.int64) * each
+        if _any_longer(offsets, first, rows, total, each, least):
+            for r in range(each):
+                row = first + r
+                there = row < rows
+                start, n = _extents(offsets, row, there, total)
+                if there & (n > least):
+                    serve(row, there, start, n, *given)
+
+
 # --------------------------------------------------------------------------------- forward
 
 
 @triton.jit
 def _solve(
-    x, k, tau, found, row, there, start, n, evaluations, exponent,
+    row, there, start, n, x, k, tau, found, evaluations, exponent,
     P: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     ok = there & ~there
@@ -133,20 +152,10 @@ def solve_ragged(
     x, offsets, k, tau, found, rows, total, each, least, evaluations, exponent,
     P: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to as many entries as a :class:`.arguments.Tile` holds; or, of `each` rows one after
-    another, those that are longer than the least, which stream past."""
-    if T.ragged:
-        row, there, start, n = _alike(offsets, rows, total, T)
-        _solve(x, k, tau, found, row, there, start, n, evaluations, exponent, P, L, T)
-    else:
-        first = tl.program_id(0).to(tl.int64) * each
-        if _any_longer(offsets, first, rows, total, each, least):
-            for r in range(each):
-                row = first + r
-                there = row < rows
-                start, n = _extents(offsets, row, there, total)
-                if there & (n > least):
-                    _solve(x, k, tau, found, row, there, start, n, evaluations, exponent, P, L, T)
+    """Finds and writes what a :class:`.arguments.Problem` asks for of the rows that :func:`_serve` names."""
+    _serve(
+        offsets, rows, total, each, least, _solve, (x, k, tau, found, evaluations, exponent, P, L, T), T
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- backward
@@ -154,7 +163,7 @@ def solve_ragged(
 
 @triton.jit
 def _pull(
-    grad, x, solved, to, row, there, start, n, power, P: tl.constexpr, L: tl.constexpr, T: tl.constexpr
+    row, there, start, n, grad, x, solved, to, power, P: tl.constexpr, L: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     PIECES: tl.constexpr = T.pieces
     unasked = Values(None, 0, 0.0, 0.0)
@@ -200,18 +209,7 @@ def pull_ragged(
     P: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the rows that :func:`solve_ragged` has."""
-    if T.ragged:
-        row, there, start, n = _alike(offsets, rows, total, T)
-        _pull(grad, x, solved, to, row, there, start, n, power, P, L, T)
-    else:
-        first = tl.program_id(0).to(tl.int64) * each
-        if _any_longer(offsets, first, rows, total, each, least):
-            for r in range(each):
-                row = first + r
-                there = row < rows
-                start, n = _extents(offsets, row, there, total)
-                if there & (n > least):
-                    _pull(grad, x, solved, to, row, there, start, n, power, P, L, T)
+    _serve(offsets, rows, total, each, least, _pull, (grad, x, solved, to, power, P, L, T), T)
 
 
 KERNELS = (solve_ragged, pull_ragged)
