@@ -431,7 +431,8 @@ def main() -> None:
     ptx_guard.start_nothing(launches.start)
     text = (__doc__ or "").partition("\n\n")[2]
     tables = [of_packed_rows(launches), of_calls(launches)]
-    page = "\n\n".join(["# Instructions of a soft top-k on a GPU", text.strip(), *tables])
+    parts = ["# Instructions of a soft top-k on a GPU", text, *tables]
+    page = "\n\n".join(part.strip() for part in parts)
     (RESULTS / "issued.md").write_text(page + "\n", encoding="utf-8")
 
 

@@ -57,17 +57,15 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     return search(guess, k, out == nullptr ? kLastUnchecked : C::last_step, false, t, out, decided);
   }
 
-  // Writes y and returns whether its sum is as near to k as promised.
+  // Writes y and returns whether its sum is as near to k as promised; kAround is for rows of which most y are
+  // 0 or 1.
+  template <bool kAround = false>
   bool write(Threshold t, double k, double few, void* out) {
     k_ = k, few_ = few, out_ = out;
-    return reaches(Passes::write(t));
+    return reaches(Passes::template write<kAround>(t));
   }
 
-  // The same where most y are 0 or 1, and where all are.
-  bool write_around(Threshold t, double k, double few, void* out) {
-    k_ = k, few_ = few, out_ = out;
-    return reaches(Passes::template write<true>(t));
-  }
+  // The same where all y are 0 or 1.
   bool write_whole(double last, double k, double few, void* out) {
     k_ = k, few_ = few, out_ = out;
     return reaches(Passes::write_whole(last));

@@ -96,7 +96,8 @@ class WideSolver {
     }
     if (!(std::fabs(t.hi) < kHuge)) return false;
     if (t_alone) return true;
-    return rest.n * 16 > n_ ? whole.write(t, k, rest.few, out) : whole.write_around(t, k, rest.few, out);
+    return rest.n * 16 > n_ ? whole.write(t, k, rest.few, out)
+                            : whole.template write<true>(t, k, rest.few, out);
   }
 
  private:
