@@ -120,6 +120,18 @@ def test_infinite_and_nan_scores() -> None:
     assert grads[2].tolist() == [1, 0, 0, 0]
 
 
+def test_a_bias_of_minus_infinity_leaves_out() -> None:
+    x, weight = (t.requires_grad_() for t in (torch.randn(5, 8), torch.randn(20, 8)))
+    mask = torch.arange(20) % 3 > 0
+    bias = torch.zeros(20).masked_fill(~mask, -math.inf)
+    values, indices = khot.linear_topk(x, weight, 4, bias)
+    expected = khot.topk(x @ weight.T, 4, mask=mask)
+    assert torch.equal(indices, expected.indices)
+    torch.testing.assert_close(values, expected.values)
+    got, wanted = (torch.autograd.grad(v.sin().sum(), (x, weight)) for v in (values, expected.values))
+    torch.testing.assert_close(got, wanted)
+
+
 def test_derivatives_of_both_orders_and_modes() -> None:
     args = tuple(of_sizes((2, 3, 4), 6))
 

@@ -112,7 +112,8 @@ def linear_topk(input: Tensor, weight: Tensor, k: int, bias: Tensor | None = Non
         input: (..., d), of any floating-point dtype.
         weight: (n, d), of input's dtype.
         k: how many to select, an integer in [0, n].
-        bias: None, or (n,), of input's dtype.
+        bias: None, or (n,), of input's dtype. Entries with a bias of −inf come after all others, as under a
+            mask.
 
     Returns:
         A named tuple (values, indices), both (..., k), the largest first: the entries, of the dtype of
