@@ -136,7 +136,7 @@ LOSSES = [
     _case(losses.precision_at_k_loss, "labels k=one tau mask"),
     _case(losses.recall_at_k_loss, "labels k=one tau mask"),
     _case(losses.hit_at_k_loss, "labels k=one tau mask"),
-    _case(losses.size_penalty, "weight"),
+    _case(losses.size_penalty, "weight mask"),
     _case(_fenchel_young, "target k tau mask"),
     _case(_cross_entropy, "label mask", filled=True),
     _case(_smooth_cross_entropy, "target mask", filled=True),
@@ -256,8 +256,18 @@ def test_each_row_alone(case: Case, lengths: list[int]) -> None:
         assert_close(second, wanted, rtol=1e-6, atol=1e-6)
 
 
-# Those whose mean is over all rows, or all entries.
+# Those whose mean is over all rows with an entry.
 MEANS = (losses.size_penalty, _fenchel_young, _cross_entropy, _smooth_cross_entropy)
+# Those whose mean over no rows is 0, and not NaN as PyTorch's is.
+RANKINGS = (
+    losses.spearman_loss,
+    losses.ndcg_loss,
+    losses.log_rank_loss,
+    losses.average_precision_loss,
+    losses.precision_at_k_loss,
+    losses.recall_at_k_loss,
+    losses.hit_at_k_loss,
+)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -275,7 +285,7 @@ def test_losses(case: Case, reduction: str) -> None:
     elif reduction == "sum":
         expected = rows.sum()
     elif case.function in MEANS:
-        expected = rows.mean()
+        expected = rows.sum() / sum(n > 0 for n in lengths)
     elif case.function is losses.permutation_cross_entropy:
         expected = rows.sum() / given["mask"].sum()
     elif case.function is losses.log_rank_loss:
@@ -289,6 +299,59 @@ def test_losses(case: Case, reduction: str) -> None:
     assert_close(of_jagged.values() if of_jagged.is_nested else of_jagged, found, rtol=0, atol=0)
     got, wanted = (torch.autograd.grad(y.cos().sum(), x)[0] for y in (found, expected))
     assert_close(got, wanted, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("case", LOSSES)
+def test_lists_without_entries(case: Case, reduction: str) -> None:
+    """They are 0 and not in the mean, as are rows of a padded batch that are masked as a whole."""
+    lengths, filled = [0, 3, 0, 5, 2, 9, 0], torch.tensor([1, 3, 4, 5])
+    x, given = _values(lengths), _given([3, 5, 2, 9], case.takes)
+    expected = case.function(x, **given, offsets=_offsets([3, 5, 2, 9]), reduction=reduction)
+    of_none = {"k": float(case.function is not _fenchel_young), "label": -100}  # and any number for the rest
+    for name in given.keys() & ROWS:
+        every = given[name].new_full((len(lengths),), of_none.get(name, 0.7))
+        given[name] = every.index_copy(0, filled, given[name])
+    there = torch.arange(9) < torch.tensor(lengths).unsqueeze(-1)
+    parts = {name: value for name, value in given.items() if name in ENTRIES}
+    padded = {
+        name: torch.zeros(there.shape, dtype=v.dtype).masked_scatter(there, v) for name, v in parts.items()
+    }
+    rows = torch.full(there.shape, torch.nan, dtype=x.dtype).masked_scatter(there, x)
+    for found, places in (
+        (case.function(x, **given, offsets=_offsets(lengths), reduction=reduction), None),
+        (case.function(rows, **{**given, **padded}, reduction=reduction), there),
+    ):
+        if reduction == "none" and found.shape != x.shape:
+            counts = torch.zeros(len(lengths), dtype=torch.bool).index_fill(0, filled, True)
+            places = counts if found.dim() == 1 else there
+            assert not found[~places].any()
+            found = found[places]
+        assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        assert_close(*(torch.autograd.grad(y.cos().sum(), x, retain_graph=True) for y in (found, expected)))
+
+
+def test_means_of_many_lists_in_half_precision() -> None:
+    """Neither the sum of the losses nor the number of lists is a float16."""
+    lengths = [1, 2] * 35_000
+    probs = torch.full((sum(lengths),), 0.75, dtype=torch.float16)
+    mean = losses.size_penalty(probs, 1.0, offsets=_offsets(lengths))
+    assert mean.dtype == torch.float16
+    assert mean == 1.125
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_no_list_with_entries(case: Case) -> None:
+    given = _given([0, 0], case.takes)
+    given |= {"label": torch.tensor([-100, -100])} if "label" in given else {}
+    padded = {name: v.new_zeros(2, 3) if name in ENTRIES else v for name, v in given.items()}
+    expected = 0.0 if case.function in RANKINGS else torch.nan
+    x = torch.randn(2, 3, requires_grad=True)
+    of_padded = case.function(x, **padded)
+    assert_close(of_padded.item(), expected, equal_nan=True)
+    assert not torch.autograd.grad(of_padded, x)[0].any()
+    found = case.function(torch.empty(0), **given, offsets=torch.tensor([0, 0, 0]))
+    assert_close(found.item(), expected, equal_nan=True)
 
 
 def _counting(case: Case, lengths: list[int], given: dict[str, Tensor]) -> int:

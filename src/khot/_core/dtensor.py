@@ -97,7 +97,8 @@ def by_rows(
     out = 1 if options.get("keepdim", False) else out
     options = {key: shard(key, value) for key, value in options.items()}
     split = [i for i, p in enumerate(placements) if isinstance(p, Shard)]
-    with rows.batch_over([mesh.get_group(i) for i in split]) if loss else nullcontext():
+    others = rows.named(tuple(mesh.get_group(i) for i in split) or None)
+    with rows.batch_with(others) if loss else nullcontext():
         result = function(**{name: input.to_local(), **options})
     if loss and options.get("reduction", "mean") != "none":
         parts = [Partial() if i in split else Replicate() for i in range(mesh.ndim)]

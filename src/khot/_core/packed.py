@@ -8,9 +8,7 @@ group. What is here is only which cell goes where; values move by operations of 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +16,11 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.arguments import is_nested
+from khot._core.precision import widen
+from khot._core.rows import Row, batch_with
 from khot._core.torch_internals import run_as_is
 
-__all__ = ["Results", "apart", "by_rows", "note_weights", "together"]
+__all__ = ["Results", "apart", "by_rows", "together"]
 
 #: As many cells as a call of a function costs: of 3,000, 12,000 and 40,000 the best on most batches.
 CALL = 40_000
@@ -148,19 +148,18 @@ def _of_values(
     parts: dict[str, Sequence[Tensor]] = {name: _apart(values, how)}
     for key, value in lists.items():
         parts[key] = _parts(value, key, values, how)
-    reduction = options.get("reduction") if results.loss else None
-    if reduction in ("mean", "sum"):
-        options["reduction"] = "none"
-    found = []
-    with _weighing() as weights:
+    found, others = [], _Others()
+    with batch_with(others):
         for i, group in enumerate(how.groups):
             here = {key: part[i] for key, part in parts.items()}
             if group.ends is not None:
                 given = here.get("mask", options["mask"])
                 here["mask"] = group.ends if given is None else group.ends & given
             found.append(function(**{**options, **here}))
-    if reduction in ("mean", "sum"):
-        return _reduced(found, weights, how, results.entries, reduction)
+    if results.loss and options["reduction"] == "mean":
+        return others.mean(found)
+    if results.loss and options["reduction"] == "sum":
+        return torch.stack(found).sum()
     first = options["q"].dim() if isinstance(options.get("q"), Tensor) else 0
 
     def join(*parts: Tensor) -> Tensor:
@@ -320,38 +319,20 @@ def _rows(parts: Sequence[Tensor], how: Plan, dim: int) -> Tensor:
     )
 
 
-def _reduced(found: list[Tensor], weights: list[Tensor], how: Plan, entries: bool, reduction: str) -> Tensor:
-    """The mean or sum of the losses of rows, or of their entries."""
-    if entries:
-        found = [
-            x if group.ends is None else x[group.ends] for x, group in zip(found, how.groups, strict=True)
-        ]
-    losses = torch.cat([x.reshape(-1) for x in found])
-    if reduction == "sum":
-        return losses.sum()
-    if not weights:
-        return losses.mean()
-    total = torch.cat([x.reshape(-1) for x in weights]).sum()
-    return losses.sum() / torch.where(total == 0, 1, total).to(losses.dtype)
+class _Others(Row):
+    """Who has the other rows of the batch, for the loss of a group: it notes by what means are divided."""
 
+    here = False
 
-# What the rows of each group weigh in a mean, while the losses of groups are collected.
-_WEIGHTS: ContextVar[list[Tensor] | None] = ContextVar("_WEIGHTS", default=None)
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
 
+    def count(self, values: Tensor) -> Tensor:
+        self.weights.append(values)
+        return values
 
-@contextlib.contextmanager
-def _weighing() -> Generator[list[Tensor]]:
-    noted: list[Tensor] = []
-    token = _WEIGHTS.set(noted)
-    try:
-        yield noted
-    finally:
-        _WEIGHTS.reset(token)
-
-
-def note_weights(weights: Tensor) -> None:
-    """Say what rows weigh in the mean of a loss, of which the losses of the rows are returned: 1 or 0, or how
-    much they add to what the sum is divided by. It is for who puts a mean together from groups of rows."""
-    noted = None if torch.compiler.is_compiling() else _WEIGHTS.get()
-    if noted is not None:
-        noted.append(weights)
+    def mean(self, of_groups: list[Tensor]) -> Tensor:
+        """The mean over all groups. If no row counts it is that of a group, NaN or 0."""
+        means, weights = torch.stack(of_groups), widen(torch.stack(self.weights))
+        parts = torch.where(weights == 0, 0, widen(means)) * (weights / weights.sum())
+        return torch.where(weights.any(), parts.sum(), means[0]).to(means.dtype)

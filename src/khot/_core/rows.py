@@ -33,7 +33,7 @@ __all__ = [
     "Row",
     "Shards",
     "batch",
-    "batch_over",
+    "batch_with",
     "named",
     "of",
 ]
@@ -256,7 +256,7 @@ def named(group: Any) -> Row:
     return Shards(",".join(each.group_name for each in groups))
 
 
-# The processes that have other rows of the batch, while a loss is reduced that every process has a part of.
+# Who has other rows of the batch, while a loss is reduced of which each has a part.
 _BATCH: ContextVar[Row] = ContextVar("_BATCH", default=HERE)
 
 
@@ -266,9 +266,9 @@ def batch() -> Row:
 
 
 @contextlib.contextmanager
-def batch_over(groups: Sequence[dist.ProcessGroup]) -> Generator[None]:
-    """Let the processes of these groups have the other rows of the batch."""
-    token = _BATCH.set(named(tuple(groups)) if groups else HERE)
+def batch_with(others: Row) -> Generator[None]:
+    """Let these have the other rows of the batch."""
+    token = _BATCH.set(others)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from khot._core.precision import greatest, vector, wide_dtype, widen
 from khot._core.ways import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, reduce_over, reduce_wide
+from khot.losses._reduction import Reduction, check_reduction, reduce
 from khot.selection import topk
 
 __all__ = ["TopKCrossEntropyLoss"]
@@ -49,8 +49,8 @@ class TopKCrossEntropyLoss(nn.Module):
         ignore_index: rows with this label are 0 and left out of the mean, as in
             ``torch.nn.CrossEntropyLoss``.
         label_smoothing: ε in [0, 1]: the target is 1 − ε at the label, and ε/n at each of the n classes.
-        reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``. As in PyTorch, the mean over no rows is
-            NaN.
+        reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``. As in PyTorch, the
+            mean over no rows is NaN.
 
     Shape:
         input: scores, of any floating-point dtype.
@@ -60,7 +60,8 @@ class TopKCrossEntropyLoss(nn.Module):
         Σ_c label_c L(x, c), also with label smoothing, and ``m`` must be None.
 
         mask: bool, broadcastable to input; False leaves a class out, as does a score of −inf then. The label
-        must be a class that is there, and each row must have k of these, or m.
+        must be a class that is there, and each row must have k of these, or m, unless it is ignored. So are
+        rows without a class, if the label is floating-point.
 
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
@@ -166,7 +167,7 @@ class _Settings(NamedTuple):
 
     def log_selected(self, x: Tensor, at: Tensor, tau: Tensor, ks: list[int]) -> Tensor:
         """log y^(k) of the scores ``at`` (*batch, c) for each k: (*batch, c, number of ks)."""
-        counts = vector(x.device, ks)
+        counts = vector(x.device, [min(k, x.shape[-1]) for k in ks])  # rows that are ignored may be short
         copies = x.unsqueeze(-2).expand(*x.shape[:-1], len(ks), x.shape[-1])  # a view: nothing is copied
         tau = tau.unsqueeze(-1)
         _, hi, lo = threshold_map(copies, counts.expand(copies.shape[:-1]), tau, self.cdf, "threshold")
@@ -191,10 +192,6 @@ def _loss(
     of = _Settings(*of)  # a trace of packed rows passes it as a plain tuple
     x = arguments.rows(input, dim, mask)
     there = None if mask is None else x != -math.inf
-    n = x.shape[-1]
-    for name, size in (("k", of.most), ("m", of.m)):
-        if size is not None and size > n:
-            raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
     at, share, counted, x = _target(label, soft_label, input, x, there, dim, of)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)
     # the logarithm of each target's share in each selection, and the weight of this selection
@@ -211,9 +208,7 @@ def _loss(
     else:
         loss = -_log_mixture([first] * bool(first) + list(weights.values()), torch.cat(logs, -1))
     loss = loss.squeeze(-1) if share is None else torch.where(share > 0, share * loss, 0).sum(-1)
-    if counted is None:
-        return reduce_wide(loss, reduction, input.dtype)
-    return reduce_over(loss, counted, reduction).to(input.dtype)
+    return reduce(loss, counted, reduction, input.dtype)
 
 
 def _target(
@@ -229,11 +224,14 @@ def _target(
     whole; which rows count, None for all; and the scores that the loss looks at."""
     if soft_label is not None:
         _check_one_label(of, "label must be int64", soft_label.dtype)
-        share = _shares(soft_label, input, dim)
-        _check_classes(of, there)
+        share, given, counted = _shares(soft_label, input, dim), there, None
         if there is not None:
-            _check_named((share > 0) & ~there)
-        return *_of_all(x, share, there, of.label_smoothing), None, x
+            counted = there.any(-1)
+            x, there = _without(~counted, x, there)
+        _check_classes(of, x, there, counted)
+        if given is not None:
+            _check_named((share > 0) & ~given)
+        return *_of_all(x, share, there, of.label_smoothing), counted, x
     arguments.check_index(label, "label", x)
     if label.shape != x.shape[:-1]:
         raise ValueError(
@@ -243,9 +241,8 @@ def _target(
     ignored = label == of.ignore_index
     if not arguments.readable(ignored) or ignored.any():
         label = label.masked_fill(ignored, 0)
-        x = x.masked_fill(ignored.unsqueeze(-1), 0)  # padding may be NaN, or have no class to select
-        there = None if there is None else there | ignored.unsqueeze(-1)
-    _check_classes(of, there)
+        x, there = _without(ignored, x, there)
+    _check_classes(of, x, there, ~ignored)
     arguments.check_values(label, "label", low=0, high=x.shape[-1] - 1)
     if there is not None:
         _check_named(~there.gather(-1, label.unsqueeze(-1)))
@@ -255,14 +252,24 @@ def _target(
         return *_of_all(x, share, there, of.label_smoothing), ~ignored, x
     at = x.gather(-1, label.unsqueeze(-1))
     if of.m is not None:
-        others = topk(x.scatter(-1, label.unsqueeze(-1), -math.inf), of.m - 1).values
+        others = topk(x.scatter(-1, label.unsqueeze(-1), -math.inf), min(of.m, x.shape[-1]) - 1).values
         x = torch.cat((at, others), -1)
     return widen(at), None, ~ignored, x
 
 
-def _check_classes(of: _Settings, there: Tensor | None) -> None:
+def _without(ignored: Tensor, x: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The scores, with 0 in rows that are ignored, which may be NaN or have no class to select; and the
+    classes that are there."""
+    ignored = ignored.unsqueeze(-1)
+    return x.masked_fill(ignored, 0), None if there is None else there | ignored
+
+
+def _check_classes(of: _Settings, x: Tensor, there: Tensor | None, counted: Tensor | None) -> None:
+    name, size, n = "k" if of.m is None else "m", of.m or of.most, x.shape[-1]
+    if size > n and (counted is None or not arguments.has_data(counted) or bool(counted.any())):
+        raise ValueError(f"{name} must be at most the number of classes, {n}, but got {size}")
     if there is not None:
-        arguments.check_enough(there, "k" if of.m is None else "m", of.m or of.most)
+        arguments.check_enough(there, name, min(size, n))
 
 
 def _check_named(excluded: Tensor) -> None:

@@ -13,7 +13,7 @@ from khot._core.arguments import Scalar
 from khot._core.ways import by_rows
 from khot._ops.fenchel_young import row_losses
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, reduce_wide
+from khot.losses._reduction import Reduction, check_reduction, reduce, with_entries
 
 __all__ = ["FenchelYoungTopKLoss"]
 
@@ -34,7 +34,8 @@ class FenchelYoungTopKLoss(nn.Module):
         dim: the dimension of the classes.
         tau: temperature > 0; a number or a tensor, as k.
         cdf: as for :func:`khot.soft_topk`.
-        reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``.
+        reduction: ``"mean"`` over the rows that have entries, ``"sum"`` or ``"none"``. As in PyTorch, the
+            mean over no rows is NaN.
 
     Shape:
         input: scores, of any floating-point dtype. Scores of −inf and +inf are never and always selected:
@@ -46,7 +47,7 @@ class FenchelYoungTopKLoss(nn.Module):
         NaN.
 
         mask: bool, broadcastable to the input; True where an entry takes part. Scores and targets under False
-        are ignored, even NaN.
+        are ignored, even NaN. A row without entries, of which k must be 0, is 0.
 
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
@@ -125,7 +126,7 @@ def _loss(
     T = _target_rows(target, input, dim, mask)
     loss, share = row_losses(x, T, k, tau, cdf)
     _check_mass(share, T, k)
-    return reduce_wide(loss, reduction, input.dtype)
+    return reduce(loss, with_entries(input, dim, mask), reduction, input.dtype)
 
 
 def _target_rows(target: Tensor, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:

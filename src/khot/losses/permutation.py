@@ -11,11 +11,10 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.packed import note_weights
 from khot._core.ways import by_rows
 from khot._ops.permutation import log_shares
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, reduce, reduce_over
+from khot.losses._reduction import Reduction, check_reduction, reduce
 
 __all__ = ["permutation_cross_entropy"]
 
@@ -80,11 +79,7 @@ def permutation_cross_entropy(
     there = None if mask is None else x != -math.inf
     index, counted = _order_rows(target, input, x, dim, there)
     loss = 0.0 - log_shares(x, index, tau, F)  # not −0
-    if counted is None:
-        note_weights(torch.ones_like(loss))
-        loss = reduce(loss, reduction)
-    else:
-        loss = reduce_over(loss, counted, reduction)
+    loss = reduce(loss, counted, reduction, loss.dtype)
     return arguments.unrows(loss, input, dim) if reduction == "none" else loss
 
 

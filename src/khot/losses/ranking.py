@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
-from khot._core.packed import note_weights
 from khot._core.precision import at_least_single, not_below_zero, widen
 from khot._core.ways import by_rows
 from khot._ops.laplace import laplace_centred_rank, laplace_rank
@@ -28,7 +27,7 @@ from khot._ops.ranking_losses import centred_places, correlation_loss
 from khot._ops.ranking_losses import ndcg_loss as row_losses
 from khot._ops.soft_count import count_above
 from khot.cdfs import CDF, CDFName
-from khot.losses._reduction import Reduction, check_reduction, over_batch, reduce, reduce_counted
+from khot.losses._reduction import Reduction, check_reduction, mean_over, reduce
 from khot.masks import soft_topk
 
 __all__ = [
@@ -234,10 +233,8 @@ def log_rank_loss(
     bad = bad | x.isnan().any(-1) | ~((gain >= 0) & (gain < math.inf)).all(-1)
     loss = log_ranks(widen(x), gain, grade, step).masked_fill(bad, math.nan)
     if reduction != "mean":
-        note_weights(gain.sum(-1))
-        return reduce(loss, reduction).to(scores.dtype)
-    total = over_batch(gain.sum())
-    return (loss.sum() / torch.where(total == 0, 1, total)).to(scores.dtype)
+        return reduce(loss, None, reduction, scores.dtype)
+    return mean_over(loss.sum(), gain.sum(), zero_of_none=True).to(scores.dtype)
 
 
 @by_rows(0, loss=True)
@@ -464,7 +461,7 @@ class _Lists(NamedTuple):
         return soft_topk(widen(self.x), k, tau=self.tau, cdf=self.cdf)
 
     def reduce(self, loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-        return reduce_counted(loss, counted, reduction, self.scores.dtype)
+        return reduce(loss, counted, reduction, self.scores.dtype, zero_of_none=True)
 
 
 def _lists(

@@ -7,7 +7,7 @@ from torch import Tensor
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.ways import by_rows
-from khot.losses._reduction import Reduction, check_reduction, reduce
+from khot.losses._reduction import Reduction, check_reduction, reduce, with_entries
 
 __all__ = ["size_penalty"]
 
@@ -18,6 +18,7 @@ def size_penalty(
     weight: Scalar,
     dim: int = -1,
     *,
+    mask: Tensor | None = None,
     reduction: Reduction = "mean",
     offsets: Tensor | None = None,
 ) -> Tensor:
@@ -33,16 +34,20 @@ def size_penalty(
         weight: λ ≥ 0; a number or a tensor that broadcasts with the batch shape (the shape of probs without
             ``dim``).
         dim: the dimension along which the entries lie.
-        reduction: ``"mean"`` over the rows, ``"sum"`` or ``"none"``.
+        mask: bool, broadcastable to probs; True where an entry has a price. Entries under False are ignored,
+            even NaN.
+        reduction: ``"mean"`` over the rows that have entries, ``"sum"`` or ``"none"``. As in PyTorch, the
+            mean over no rows is NaN.
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
     Returns:
-        A number ≥ 0 of the probabilities' dtype, with ``"none"`` the batch shape; differentiable in both.
+        A number ≥ 0 of the probabilities' dtype, with ``"none"`` the batch shape; differentiable in probs and
+        weight.
 
     Raises:
         ValueError: weight < 0, or a weight that does not broadcast with the batch shape; an unknown
             reduction.
-        TypeError: probs that are not a floating-point tensor.
+        TypeError: probs that are not a floating-point tensor, a mask that is not a bool one.
         IndexError: dim out of range.
 
     Source: Wijk, Vinuesa, Azizpour 2025, section 2.3.
@@ -52,6 +57,7 @@ def size_penalty(
         tensor(0.1750)
     """
     arguments.check_input(probs, "probs")
-    x = arguments.rows(probs, dim)
+    x = arguments.rows(probs, dim, mask, fill=0.0)
     weight = arguments.per_row(weight, "weight", x, low=0)
-    return reduce(weight.to(x.dtype) * x.sum(-1), check_reduction(reduction))
+    price = weight.to(x.dtype) * x.sum(-1)
+    return reduce(price, with_entries(probs, dim, mask), check_reduction(reduction), x.dtype)
