@@ -519,6 +519,21 @@ def test_many_rows_of_one(case: Case) -> None:
         assert_close(of_row, case.function(x[entries], **alone), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("call", [khot.soft_topk, khot.log_soft_topk, khot.topk_mask])
+def test_many_rows_of_none(call: Callable[..., Tensor]) -> None:
+    """A time of n² for n empty rows would be minutes."""
+    n = 500_000
+    offsets = torch.cat((torch.zeros(n, dtype=torch.int64), torch.full((n,), 3)))
+    x, k = (
+        torch.randn(3, requires_grad=True),
+        torch.zeros(2 * n - 1).index_fill(0, torch.tensor([n - 1]), 2.0),
+    )
+    found, expected = call(x, k, offsets=offsets), call(x, 2)
+    assert_close(found, expected)
+    if found.requires_grad:
+        assert_close(*(torch.autograd.grad(y.cos().sum(), x) for y in (found, expected)))
+
+
 def test_a_row_that_threads_share() -> None:
     long = torch.tensor([0, 1, 200_001, 200_003])
     scores = torch.randn(200_003)
@@ -587,6 +602,10 @@ def test_bad_arguments() -> None:
         khot.quantile(x, 0.5, None, offsets=offsets)
     with pytest.raises(TypeError, match=r"offsets must be a torch\.Tensor"):
         khot.soft_topk(x, 1, offsets=[0, 4, 9])  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"input must be a dense tensor, but got the layout torch\.sparse_coo"
+    ):
+        khot.soft_topk(x.to_sparse(), 1, offsets=offsets)
     with pytest.raises(ValueError, match="offsets must be on the input's device"):
         khot.soft_topk(x, 1, offsets=torch.empty(3, dtype=torch.int64, device="meta"))
     jagged = torch.nested.nested_tensor_from_jagged(x, offsets)

@@ -13,6 +13,7 @@
 #include <numeric>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/names.h"
@@ -29,7 +30,7 @@ struct Run {
   bool mixed;
 };
 
-// Packed rows, sorted by their lengths.
+// Packed rows, and the order of their lengths.
 class Packed {
  public:
   explicit Packed(const Tensor& offsets) : starts_(offsets.size(0)) {
@@ -42,12 +43,35 @@ class Packed {
     }
   }
 
-  // Whether the rows cover so many values. If so, they are sorted.
-  bool covers(int64_t count) {
-    if (starts_.front() != 0 || starts_.back() != count) return false;
-    if (!std::is_sorted(starts_.begin(), starts_.end())) return false;
-    sort();
-    return true;
+  // Whether the rows cover so many values.
+  bool cover(int64_t count) const {
+    return starts_.front() == 0 && starts_.back() == count && std::is_sorted(starts_.begin(), starts_.end());
+  }
+
+  // Sorts the rows, but for those that serve(row, start, length) serves as they come.
+  template <class Serve>
+  void sort(const Serve& serve) {
+    std::vector<int64_t> left;
+    left.reserve(rows());
+    int64_t longest = 0;
+    for (int64_t row = 0; row < rows(); ++row) {
+      const int64_t n = length_of(row);
+      if (serve(row, starts_[row], n)) continue;
+      left.push_back(row);
+      longest = std::max(longest, n);
+    }
+    const int64_t count = static_cast<int64_t>(left.size());
+    if (longest > 4 * count + 1024) {
+      std::stable_sort(left.begin(), left.end(),
+                       [&](int64_t a, int64_t b) { return length_of(a) < length_of(b); });
+      order_ = std::move(left);
+      return;
+    }
+    std::vector<int64_t> place(longest + 2);  // by counting, as the lengths are not many more than the rows
+    for (int64_t row : left) ++place[length_of(row) + 1];
+    std::partial_sum(place.begin(), place.end(), place.begin());
+    order_.resize(count);
+    for (int64_t row : left) order_[place[length_of(row)]++] = row;
   }
 
   int64_t rows() const { return static_cast<int64_t>(starts_.size()) - 1; }
@@ -55,20 +79,21 @@ class Packed {
   int64_t start(int64_t i) const { return starts_[order_[i]]; }
   int64_t length(int64_t i) const { return starts_[order_[i] + 1] - start(i); }
 
-  // Runs of the rows from `first` in the order on; `mixed` if those may be.
-  std::vector<Run> runs(int64_t first, bool mixed) const {
+  // Runs of the rows in the order; `mixed` if those may be.
+  std::vector<Run> runs(bool mixed) const {
     std::vector<Run> found;
-    for (int64_t i = first; i < rows();) {
+    const int64_t count = static_cast<int64_t>(order_.size());
+    for (int64_t i = 0; i < count;) {
       const int64_t n = length(i);
       int64_t end = i + 1;
-      while (end < rows() && length(end) == n) ++end;
-      const bool short_rows = mixed && n <= kShortRow && end < rows();
+      while (end < count && length(end) == n) ++end;
+      const bool short_rows = mixed && n <= kShortRow && end < count;
       const int64_t whole = end - (short_rows ? (end - i) % kMostLanes : 0);
       if (whole > i) found.push_back({i, whole, n, false});
       if (whole < end) {
         // fewer rows than lanes take as long one by one
         const int64_t last = whole + kMostLanes - 1;
-        const bool fill = last < rows() && length(last) <= kShortRow;
+        const bool fill = last < count && length(last) <= kShortRow;
         found.push_back(fill ? Run{whole, last + 1, length(last), true} : Run{whole, end, n, false});
       }
       i = found.back().end;
@@ -76,41 +101,8 @@ class Packed {
     return found;
   }
 
-  // The first in the order that has entries.
-  int64_t filled() const {
-    int64_t i = 0;
-    while (i < rows() && length(i) == 0) ++i;
-    return i;
-  }
-
-  // Takes those that `serve` could serve out of the order, from the first with entries on: it returns the
-  // first of the others.
-  template <class Serve>
-  int64_t without(const Serve& serve) {
-    const auto from = order_.begin() + filled();
-    return std::stable_partition(from, order_.end(),
-                                 [&](int64_t row) { return serve(row, starts_[row], length_of(row)); }) -
-           order_.begin();
-  }
-
  private:
   int64_t length_of(int64_t row) const { return starts_[row + 1] - starts_[row]; }
-
-  void sort() {  // by counting, where the lengths are not many more than the rows
-    order_.resize(rows());
-    int64_t longest = 0;
-    for (int64_t row = 0; row < rows(); ++row) longest = std::max(longest, length_of(row));
-    if (longest > 4 * rows() + 1024) {
-      std::iota(order_.begin(), order_.end(), 0);
-      std::stable_sort(order_.begin(), order_.end(),
-                       [&](int64_t a, int64_t b) { return length_of(a) < length_of(b); });
-      return;
-    }
-    std::vector<int64_t> place(longest + 2);
-    for (int64_t row = 0; row < rows(); ++row) ++place[length_of(row) + 1];
-    std::partial_sum(place.begin(), place.end(), place.begin());
-    for (int64_t row = 0; row < rows(); ++row) order_[place[length_of(row)]++] = row;
-  }
 
   std::vector<int64_t> starts_, order_;
 };
@@ -224,27 +216,24 @@ std::tuple<Tensor, Tensor, Tensor> packed_soft_topk(Tensor x, Tensor offsets, Te
   Spec spec{find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), 0, nullptr};
   const Tensor dense = torch::stable::contiguous(x);
   const Values values(dense);
-  if (!packed.covers(x.size(0))) return {refused(x), refused(x), refused(x)};
+  if (!packed.cover(x.size(0))) return {refused(x), refused(x), refused(x)};
   Tensor y = empty(x, sizes_of(x)), hi = empty(x, batch, ScalarType::Double), lo = empty(hi, batch);
   double *const h = numbers_in(hi), *const l = numbers_in(lo);
   const RowScalars ks(k, batch), taus(tau, batch);
   char* const results = static_cast<char*>(y.mutable_data_ptr());
   constexpr double kEnd = std::numeric_limits<double>::max();
-  for (int64_t i = 0; i < packed.filled(); ++i) {
-    const int64_t row = packed.row(i);
-    h[row] = l[row] = ks(row) == 0 && taus(row) > 0 ? kEnd : std::nan("");
-  }
   // The lanes give back rows of which none or all are selected, one by one.
-  const int64_t first = packed.without([&](int64_t row, int64_t start, int64_t n) {
-    const bool none = ks(row) == 0, all = ks(row) == static_cast<double>(n);
-    if (!(none || all) || !(taus(row) > 0) || !are_finite(values, start, n)) return false;
-    h[row] = l[row] = none ? kEnd : -kEnd;
+  packed.sort([&](int64_t row, int64_t start, int64_t n) {
+    const double k = ks(row);
+    const bool none = k == 0, all = k == static_cast<double>(n), served = (none || all) && taus(row) > 0;
+    if (n > 0 && !(served && are_finite(values, start, n))) return false;
+    h[row] = l[row] = !served ? std::nan("") : none ? kEnd : -kEnd;
     const double share = spec.output == Output::kLog ? std::log(none ? 0.0 : 1.0) : none ? 0.0 : 1.0;
     char* const to = results + start * values.bytes();
     values.dtype == Dtype::kFloat ? fill_row<float>(to, n, share) : fill_row<double>(to, n, share);
     return true;
   });
-  each(packed.runs(first, values.dtype != Dtype::kDouble), [&](const Run& run) {
+  each(packed.runs(values.dtype != Dtype::kDouble), [&](const Run& run) {
     Scores scores(packed, values, ks, taus, results, h, l);
     Spec own = spec;
     own.n = run.n;
@@ -314,12 +303,14 @@ std::tuple<Tensor, Tensor, Tensor> packed_soft_topk_backward(Tensor grad, Tensor
   Tensor grad_x = empty(x, sizes_of(x)), grad_k = empty(hi, batch), grad_tau = empty(hi, batch);
   double *const dk = numbers_in(grad_k), *const dtau = numbers_in(grad_tau);
   const RowScalars taus(tau, batch);
-  packed.covers(x.size(0));
+  packed.sort([&](int64_t row, int64_t, int64_t n) {
+    if (n == 0) dk[row] = dtau[row] = 0;
+    return n == 0;
+  });
   const Gradients gradients(packed, values, grads, outputs, taus, hi.const_data_ptr<double>(),
                             lo.const_data_ptr<double>(), static_cast<char*>(grad_x.mutable_data_ptr()), dk,
                             dtau);
-  for (int64_t i = 0; i < packed.filled(); ++i) dk[packed.row(i)] = dtau[packed.row(i)] = 0;
-  each(packed.runs(packed.filled(), false), [&](const Run& run) {
+  each(packed.runs(false), [&](const Run& run) {
     Spec own = spec;
     own.n = run.n;
     if (run.n >= kLongRow) own.inside = &kInside;
@@ -343,17 +334,19 @@ struct Hard final : MaskRows {
 
 Tensor packed_topk_mask(Tensor x, Tensor offsets, Tensor k) {
   Packed packed(offsets);
-  if (!packed.covers(x.size(0))) return refused(x);
+  if (!packed.cover(x.size(0))) return refused(x);
   const RowScalars ks(k, Sizes{packed.rows()});
   const Tensor dense = torch::stable::contiguous(x);
   const Values values(dense);
   Tensor y = empty(x, sizes_of(x));
   const Hard rows(packed, values, ks, static_cast<char*>(y.mutable_data_ptr()));
-  for (int64_t i = 0; i < packed.filled(); ++i) {
-    if (ks(packed.row(i)) != 0) return refused(x);
-  }
-  each(packed.runs(packed.filled(), false),
-       [&](const Run& run) { kernels().topk_mask(rows, run.n, run.begin, run.end); });
+  bool possible = true;
+  packed.sort([&](int64_t row, int64_t, int64_t n) {
+    possible = possible && (n > 0 || ks(row) == 0);
+    return n == 0;
+  });
+  if (!possible) return refused(x);
+  each(packed.runs(false), [&](const Run& run) { kernels().topk_mask(rows, run.n, run.begin, run.end); });
   return y;
 }
 

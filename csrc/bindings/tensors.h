@@ -7,6 +7,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+
 #include "bindings/empty.h"
 #include "bindings/rows.h"
 #include "bindings/sizes.h"
@@ -138,13 +140,22 @@ class Rows {
   int64_t size_;
 };
 
+// The tensor in double. The way through torch's dispatcher takes longer than to copy a few floats.
+inline Tensor in_double(const Tensor& t) {
+  if (t.scalar_type() == ScalarType::Double) return t;
+  if (t.scalar_type() != ScalarType::Float || !t.is_contiguous()) {
+    return torch::stable::to(t, ScalarType::Double);
+  }
+  Tensor result = empty(t, sizes_of(t), ScalarType::Double);
+  std::copy_n(t.const_data_ptr<float>(), t.numel(), result.mutable_data_ptr<double>());
+  return result;
+}
+
 // Per-row scalars of any floating-point dtype, broadcast with the batch.
 class RowScalars {
  public:
   RowScalars(const Tensor& t, const Sizes& batch)
-      : tensor_(t.scalar_type() == ScalarType::Double ? t : torch::stable::to(t, ScalarType::Double)),
-        offsets_(tensor_, batch, 0),
-        data_(tensor_.const_data_ptr<double>()) {}
+      : tensor_(in_double(t)), offsets_(tensor_, batch, 0), data_(tensor_.const_data_ptr<double>()) {}
 
   double operator()(int64_t row) const { return data_[offsets_(row)]; }
 
