@@ -20,7 +20,7 @@ from khot._core.precision import widen
 from khot._core.rows import Row, batch_with
 from khot._core.torch_internals import run_as_is
 
-__all__ = ["Results", "apart", "by_rows", "together"]
+__all__ = ["Results", "apart", "by_rows", "check", "together"]
 
 #: As many cells as a call of a function costs: of 3,000, 12,000 and 40,000 the best on most batches.
 CALL = 40_000
@@ -34,8 +34,9 @@ class Results(NamedTuple):
     Attributes:
         entries: whether one value for each entry; if not, one number, or several, for each row.
         loss: whether it has a reduction over rows.
-        at_once: the same without groups: a function of the input and offsets, of what else gives the result,
-            and of the other arguments by name. It returns None for what it does not know.
+        at_once: the same without groups: a function of the values and offsets, of what else gives the result,
+            and of the other arguments by name, all of them as they came. It returns None for what it does not
+            know.
     """
 
     entries: bool
@@ -85,16 +86,20 @@ def by_rows(
         options: its other arguments, offsets among them.
     """
     values, options = apart(input, name, options)
-    found = _of_values(function, values, options.pop("offsets"), name, options, results)
-    return together(found, input, results)
+    offsets = options.pop("offsets")
+
+    def by_groups(values: Tensor, **changed: Any) -> Any:
+        return _by_groups(function, values, offsets, name, options | changed, results)
+
+    found = None if results.at_once is None else results.at_once(values, offsets, by_groups, **options)
+    return together(by_groups(values) if found is None else found, input, results)
 
 
 def apart(input: Any, name: str, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """The values of packed rows, and the options with their offsets and without nested tensors."""
-    offsets = options["offsets"]
     if not is_nested(input):
-        return _checked(input, name, offsets), options
-    if offsets is not None:
+        return input, options
+    if options["offsets"] is not None:
         raise ValueError(f"offsets must be None for a nested {name}, which has its own, but got a tensor")
     values, offsets = _taken_apart(input, name)
     found = options | {"offsets": offsets}
@@ -119,7 +124,7 @@ def together(found: Any, input: Any, results: Results) -> Any:
     return rows.clone() if torch.compiler.is_compiling() else rows
 
 
-def _of_values(
+def _by_groups(
     function: Callable[..., Any],
     values: Tensor,
     offsets: Tensor,
@@ -127,6 +132,7 @@ def _of_values(
     options: dict[str, Any],
     results: Results,
 ) -> Any:
+    check(values, offsets, name)
     if options.get("group") is not None:
         raise ValueError("group must be None with offsets: packed rows are whole on each process")
     if "dim" in options:
@@ -134,15 +140,6 @@ def _of_values(
             raise ValueError(f"dim must be -1 with offsets, but got {options['dim']}")
         options["dim"] = -1
     lists = {key: x for key, x in options.items() if isinstance(x, Tensor) and x.dim() and key != "q"}
-    if results.at_once is not None:
-
-        def by_groups(values: Tensor, **changed: Any) -> Any:
-            others = options | changed
-            return _of_values(function, values, offsets, name, others, results._replace(at_once=None))
-
-        found = results.at_once(values, offsets, by_groups, **options)
-        if found is not None:
-            return found
     lengths = _lengths(offsets, len(values))
     how = _plan(lengths, offsets, len(values), masked="mask" in options)
     parts: dict[str, Sequence[Tensor]] = {name: _apart(values, how)}
@@ -191,11 +188,11 @@ def _parts(value: Tensor, name: str, values: Tensor, how: Plan) -> Sequence[Tens
     return value.index_select(0, how.order).split([group.rows for group in how.groups])
 
 
-def _checked(input: Any, name: str, offsets: Any) -> Tensor:
-    """The values, if these are some, and the offsets are offsets of any."""
-    arguments.check_input(input, name)
-    if input.dim() != 1:
-        raise ValueError(f"{name} must have one dim with offsets, but got the shape {tuple(input.shape)}")
+def check(values: Any, offsets: Any, name: str) -> None:
+    """Raise unless these are values, with offsets of any."""
+    arguments.check_input(values, name)
+    if values.dim() != 1:
+        raise ValueError(f"{name} must have one dim with offsets, but got the shape {tuple(values.shape)}")
     arguments.check_tensor(offsets, "offsets")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"offsets must have dtype int32 or int64, but got {offsets.dtype}")
@@ -203,8 +200,7 @@ def _checked(input: Any, name: str, offsets: Any) -> Tensor:
         raise ValueError(
             f"offsets must have one dim and at least one entry, but got the shape {tuple(offsets.shape)}"
         )
-    arguments.check_device(offsets, "offsets", input)
-    return input
+    arguments.check_device(offsets, "offsets", values)
 
 
 def _taken_apart(input: Any, name: str) -> tuple[Tensor, Tensor]:

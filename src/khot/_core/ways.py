@@ -107,13 +107,14 @@ def _by_parts(
             return function(*args, **options)
         given = dict(zip(places, args, strict=False)) | options
         named = defaults | given
-        if len(given) < len(args) + len(options) or set(named) != every:
+        if len(given) < len(args) + len(options) or named.keys() != every:
             signature.bind(*args, **options)  # raises what Python raises; for each call it would take long
         named.pop(first)
         if is_packed:
             if not torch.compiler.is_compiling():
                 return packed.by_rows(function, input, first, named, results)
             values, others = packed.apart(input, first, named)
+            packed.check(values, others["offsets"], first)
             called = {first: values, **others}
             if packed_trace.knows(full_name, called):
                 return packed.together(packed_trace.call(full_name, called), input, results)

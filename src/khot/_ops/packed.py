@@ -34,6 +34,9 @@ from khot.cdfs import CDF, CDFName
 __all__ = ["hard_at_once", "soft_at_once"]
 
 SOFT, HARD = "packed_soft_topk", "packed_topk_mask"
+PLAIN = Tensor, torch.nn.Parameter
+OFFSETS = torch.int32, torch.int64
+REAL = arguments.FLOATS | arguments.INTEGERS
 
 _ROWS = "Tensor x, Tensor offsets"
 _CDF = "str cdf, float shape, str output"
@@ -59,6 +62,9 @@ def _fake_backward(
 
 torch.library.register_fake("khot::packed_soft_topk", _fake)
 torch.library.register_fake("khot::packed_soft_topk_backward", _fake_backward)
+_soft_topk = torch.ops.khot.packed_soft_topk.default
+_soft_topk_backward = torch.ops.khot.packed_soft_topk_backward.default
+_topk_mask = torch.ops.khot.packed_topk_mask.default
 
 
 def soft_at_once(
@@ -67,20 +73,21 @@ def soft_at_once(
     by_groups: Callable[..., Tensor],
     *,
     k: Scalar,
+    dim: int,
+    group: Any,
     tau: Scalar,
     cdf: CDFName | CDF,
     largest: bool,
     mask: Tensor | None,
     hard: bool,
     output: str,
-    **_: Any,
 ) -> Tensor | None:
     """The soft top-k of packed rows: y, log y, or the hard mask with the gradient of y."""
     F = cdfs.resolve(cdf)
-    given = _taken(SOFT, values, offsets, largest, mask, k, tau)
-    if given is None or not F.built_in or not isinstance(hard, bool):
+    if not F.built_in or type(hard) is not bool or (type(tau) in arguments.NUMBERS and not tau):
         return None
-    if (type(tau) in arguments.NUMBERS and not tau) or (hard and not _serves(HARD, values)):
+    given = _taken(SOFT, values, offsets, dim, group, largest, mask, k, tau)
+    if given is None or (hard and not _serves(HARD, [values])):
         return None
     x, count, scale = given
 
@@ -103,55 +110,81 @@ def hard_at_once(
     by_groups: Callable[..., Tensor],
     *,
     k: Scalar,
+    dim: int,
+    group: Any,
     largest: bool,
     mask: Tensor | None,
-    **_: Any,
 ) -> Tensor | None:
     """The mask of the ⌊k + ½⌋ largest entries of packed rows."""
-    given = _taken(HARD, values, offsets, largest, mask, k)
+    given = _taken(HARD, values, offsets, dim, group, largest, mask, k)
     return None if given is None else _hard(given[0], given[1], offsets)
 
 
 def _taken(
-    operator: str, values: Tensor, offsets: Tensor, largest: bool, mask: Tensor | None, *numbers: Scalar
+    operator: str,
+    values: Tensor,
+    offsets: Tensor,
+    dim: int,
+    group: Any,
+    largest: bool,
+    mask: Tensor | None,
+    *numbers: Scalar,
 ) -> list[Tensor] | None:
     """The scores, and the numbers for each row or for all, if the kernels take them."""
-    shapes = torch.Size(), offsets[1:].shape
-    tensors = [value for value in (*numbers, mask) if isinstance(value, Tensor)]
-    if not isinstance(largest, bool) or not len(values) or len(offsets) < 2:
+    tensors = [values, offsets, *[value for value in (mask, *numbers) if isinstance(value, Tensor)]]
+    if (
+        group is not None
+        or type(dim) is not int
+        or type(largest) is not bool
+        or not _serves(operator, tensors)
+    ):
         return None
-    if not _serves(operator, values, offsets, *tensors) or (mask is not None and mask.shape != values.shape):
+    rows = offsets.shape
+    if len(rows) != 1 or rows[0] < 2 or offsets.dtype not in OFFSETS:
         return None
-    given: list[Tensor] = []
+    if values.dim() != 1 or not -1 <= dim <= 0 or not values.numel() or values.dtype not in arguments.FLOATS:
+        return None
+    x = values if largest else -values
+    if mask is not None:
+        if mask.shape != values.shape or mask.dtype != torch.bool:
+            return None
+        x = arguments.masked(x, mask, -math.inf)
+    given = [x]
     for value in numbers:
         if isinstance(value, Tensor):
-            if value.shape not in shapes or value.dtype not in arguments.FLOATS | arguments.INTEGERS:
+            if value.dtype not in REAL or (value.dim() and value.shape != (rows[0] - 1,)):
                 return None
             given.append(value)
         elif type(value) in arguments.NUMBERS and 0 <= value < math.inf:
             given.append(arguments.constant(value, values, by_value=True))
         else:
             return None
-    return [arguments.rows(values, -1, mask, largest), *given]
+    return given
 
 
-def _serves(operator: str, *tensors: Tensor) -> bool:
+def _serves(operator: str, tensors: list[Tensor]) -> bool:
     """Whether there is a kernel for these tensors, and nothing but reverse mode sees the call."""
-    device = tensors[0].device
-    if any(t.device != device for t in tensors) or forward_mode_is_on():
+    if forward_mode_is_on():
         return False
-    if device.type == "cuda":
-        known = operator in gpu.KERNELS and gpu.available()
-        return known and not torch.compiler.is_compiling() and not transforms_are_on()
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    return device.type == "cpu" and plain and as_usual() and has_cpu_kernel(f"khot::{operator}")
+    if type(tensors[0]) in PLAIN and tensors[0].is_cpu:
+        for t in tensors:
+            if type(t) not in PLAIN or not t.is_cpu or t.layout != torch.strided:
+                return False
+        return as_usual() and has_cpu_kernel(f"khot::{operator}")
+    for t in tensors:
+        if not isinstance(t, Tensor) or not t.is_cuda or t.layout != torch.strided or arguments.is_dtensor(t):
+            return False
+        if t.device != tensors[0].device:
+            return False
+    known = operator in gpu.KERNELS and gpu.available()
+    return known and not torch.compiler.is_compiling() and not transforms_are_on()
 
 
 def _solved(
     x: Tensor, k: Tensor, tau: Tensor, offsets: Tensor, key: Any, output: str
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The output, None where the offsets or a row are wrong, and the thresholds."""
-    y, hi, lo = torch.ops.khot.packed_soft_topk(x, offsets, k, tau, *key, output)
+    y, hi, lo = _soft_topk(x, offsets, k, tau, *key, output)
     return y if y.dim() == 1 else None, hi, lo
 
 
@@ -176,7 +209,7 @@ class _SoftTopK(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, k, tau, offsets, hi, lo, y = ctx.saved_tensors
         found: list[Tensor | None]
-        if torch.is_grad_enabled() or not _serves(SOFT, grad):
+        if torch.is_grad_enabled() or not _serves(SOFT, [grad]):
             recorded = torch.is_grad_enabled()
             with torch.enable_grad():
                 again = ctx.otherwise(x, k, tau)
@@ -185,14 +218,12 @@ class _SoftTopK(Function):
             found = [next(grads) if wanted else None for wanted in ctx.needs_input_grad[:3]]
         else:
             with below_autograd():
-                dx, dk, dtau = torch.ops.khot.packed_soft_topk_backward(
-                    grad, x, offsets, hi, lo, tau, *ctx.key, ctx.output, y
-                )
+                dx, dk, dtau = _soft_topk_backward(grad, x, offsets, hi, lo, tau, *ctx.key, ctx.output, y)
             found = [dx, *(gradient(ctx, i, d, t.shape, t.dtype) for i, t, d in ((1, k, dk), (2, tau, dtau)))]
         return *found, None, None, None, None
 
 
 def _hard(x: Tensor, k: Tensor, offsets: Tensor) -> Tensor | None:
     with below_autograd():
-        y: Tensor = torch.ops.khot.packed_topk_mask(x.detach(), offsets, k.detach())
+        y: Tensor = _topk_mask(x.detach(), offsets, k.detach())
     return y if y.dim() == 1 and not bool(y.isnan().any()) else None
