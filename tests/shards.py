@@ -585,6 +585,7 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
         "kl": (lambda x, k, tau: poisson.kl(x, x.detach().sin(), 2), True),
     }
     few = {"mask": torch.ones_like(mask).scatter(1, order[:, 5:], False)}
+    some = {"mask": mask & (torch.arange(5) > 1).unsqueeze(-1)}
     cross, fenchel_young = losses.TopKCrossEntropyLoss, losses.FenchelYoungTopKLoss
     reduced = {
         "spearman": lambda x, k, **o: losses.spearman_loss(x, targets, **o),
@@ -598,6 +599,7 @@ def whole_rows() -> dict[str, tuple[Any, bool]]:
         "permutation masked": lambda x, k, **o: losses.permutation_cross_entropy(x, order, **few, **o),
         "cross-entropy masked": lambda x, k, **o: cross(2, **o)(x, order[:, 0], **few),
         "Fenchel-Young": lambda x, k, **o: fenchel_young(2, **o)(x, (order < 2).long()),
+        "size of rows with entries": lambda x, k, tau, **o: losses.size_penalty(prob(x), tau, **some, **o),
         "cross-entropy": lambda x, k, **o: cross({2: 0.5, 3: 0.5}, **o)(x, order[:, 0]),
     }
     every |= {
