@@ -51,6 +51,7 @@ __all__ = [
     "has_data",
     "is_dtensor",
     "is_nested",
+    "like_rows",
     "k_and_tau",
     "mask_rows",
     "masked",
@@ -248,6 +249,14 @@ def mask_rows(mask: Any, input: Tensor, dim: int) -> Tensor:
     if input.dim() == 0:
         return mask.reshape(1)
     return mask.expand(input.shape).movedim(dim, -1)
+
+
+def like_rows(value: Tensor, name: str, input: Tensor, dim: int, of: str = "the input's") -> Tensor:
+    """What belongs to each entry of the input, whose shape it must have, in the layout of :func:`rows`."""
+    check_device(value, name, input)
+    if value.shape != input.shape:
+        raise ValueError(f"{name} must have {of} shape {tuple(input.shape)}, but got {tuple(value.shape)}")
+    return value.movedim(dim, -1) if value.dim() else value.reshape(1)
 
 
 def of_entries(value: Any, name: str, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:

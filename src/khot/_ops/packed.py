@@ -73,20 +73,17 @@ def soft_at_once(
     by_groups: Callable[..., Tensor],
     *,
     k: Scalar,
-    dim: int,
-    group: Any,
     tau: Scalar,
     cdf: CDFName | CDF,
-    largest: bool,
-    mask: Tensor | None,
     hard: bool,
     output: str,
+    **others: Any,
 ) -> Tensor | None:
     """The soft top-k of packed rows: y, log y, or the hard mask with the gradient of y."""
     F = cdfs.resolve(cdf)
     if not F.built_in or type(hard) is not bool or (type(tau) in arguments.NUMBERS and not tau):
         return None
-    given = _taken(SOFT, values, offsets, dim, group, largest, mask, k, tau)
+    given = _taken(SOFT, values, offsets, (k, tau), **others)
     if given is None or (hard and not _serves(HARD, [values])):
         return None
     x, count, scale = given
@@ -105,18 +102,10 @@ def soft_at_once(
 
 
 def hard_at_once(
-    values: Tensor,
-    offsets: Tensor,
-    by_groups: Callable[..., Tensor],
-    *,
-    k: Scalar,
-    dim: int,
-    group: Any,
-    largest: bool,
-    mask: Tensor | None,
+    values: Tensor, offsets: Tensor, by_groups: Callable[..., Tensor], *, k: Scalar, **others: Any
 ) -> Tensor | None:
     """The mask of the ⌊k + ½⌋ largest entries of packed rows."""
-    given = _taken(HARD, values, offsets, dim, group, largest, mask, k)
+    given = _taken(HARD, values, offsets, (k,), **others)
     return None if given is None else _hard(given[0], given[1], offsets)
 
 
@@ -124,11 +113,12 @@ def _taken(
     operator: str,
     values: Tensor,
     offsets: Tensor,
+    numbers: tuple[Scalar, ...],
+    *,
     dim: int,
     group: Any,
     largest: bool,
     mask: Tensor | None,
-    *numbers: Scalar,
 ) -> list[Tensor] | None:
     """The scores, and the numbers for each row or for all, if the kernels take them."""
     tensors = [values, offsets, *[value for value in (mask, *numbers) if isinstance(value, Tensor)]]

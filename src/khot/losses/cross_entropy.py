@@ -286,14 +286,8 @@ def _check_one_label(of: _Settings, must: str, got: Any) -> None:
 
 def _shares(label: Tensor, input: Tensor, dim: int) -> Tensor:
     """How much each class counts, with dim last."""
-    arguments.check_device(label, "label", input)
-    if label.shape != input.shape:
-        raise ValueError(
-            f"a floating-point label must have the input's shape, {tuple(input.shape)}, but got "
-            f"{tuple(label.shape)}"
-        )
-    arguments.check_values(label, "label", low=0, high=sys.float_info.max)
-    return widen(label.detach().movedim(dim, -1) if label.dim() else label.detach().reshape(1))
+    share = arguments.like_rows(label.detach(), "a floating-point label", input, dim)
+    return widen(arguments.check_values(share, "label", low=0, high=sys.float_info.max))
 
 
 def _of_all(x: Tensor, share: Tensor, there: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:

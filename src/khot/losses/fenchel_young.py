@@ -132,13 +132,11 @@ def _loss(
 def _target_rows(target: Tensor, input: Tensor, dim: int, mask: Tensor | None) -> Tensor:
     """The target with dim last, and 0 where the mask is False."""
     arguments.check_bool_or_real(target, "target")
-    arguments.check_device(target, "target", input)
-    if target.shape != input.shape:
-        raise ValueError(
-            f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
-        )
-    T = target if target.is_floating_point() else target.to(input.dtype)
-    return arguments.check_values(arguments.rows(T, dim, mask, fill=0.0), "target", low=0, high=1)
+    T = arguments.like_rows(target, "target", input, dim)
+    T = T if T.is_floating_point() else T.to(input.dtype)
+    if mask is not None:
+        T = arguments.masked(T, arguments.mask_rows(mask, input, dim), 0)
+    return arguments.check_values(T, "target", low=0, high=1)
 
 
 def _check_mass(share: Tensor, T: Tensor, k: Tensor) -> None:

@@ -88,11 +88,7 @@ def _order_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """The target, checked, with dim last; and which places count, None for all."""
     arguments.check_index(target, "target", input)
-    if target.shape != input.shape:
-        raise ValueError(
-            f"target must have the input's shape {tuple(input.shape)}, but got {tuple(target.shape)}"
-        )
-    index = target.movedim(dim, -1) if target.dim() else target.reshape(1)
+    index = arguments.like_rows(target, "target", input, dim)
     if there is None:
         arguments.check_values(index, "target", low=0, high=x.shape[-1] - 1)
         return index, None

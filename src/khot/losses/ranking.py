@@ -479,12 +479,7 @@ def _lists(
 def _rows(value: Any, name: str, scores: Tensor, dim: int) -> Tensor:
     """What belongs to the scores, as a constant with dim last."""
     arguments.check_bool_or_real(value, name)
-    arguments.check_device(value, name, scores)
-    if value.shape != scores.shape:
-        raise ValueError(
-            f"{name} must have the scores' shape {tuple(scores.shape)}, but got {tuple(value.shape)}"
-        )
-    return value.detach().movedim(dim, -1) if value.dim() else value.detach().reshape(1)
+    return arguments.like_rows(value.detach(), name, scores, dim, "the scores'")
 
 
 def _grades(gain: Tensor, most: int | None) -> tuple[Tensor, Tensor, Tensor]:
