@@ -264,18 +264,22 @@ KHOT_INLINE void transpose(VecF* v) {
   }
 }
 
-// Lane l of the result is the sum of v[l]. v has as many vectors as a vector has lanes, and is overwritten.
-template <int d = 1>
-KHOT_INLINE VecF sums_of(VecF* v) {
+// Lane l of the result is what join makes of the lanes of v[l]. v has as many vectors as a vector has lanes,
+// and is overwritten.
+template <int d = 1, class Join>
+KHOT_INLINE VecF joined(VecF* v, Join join) {
   if constexpr (d < kWidth<float>) {
 #pragma GCC unroll 16
     for (int i = 0; i < kWidth<float> / (2 * d); ++i) {
       const VecF a = v[2 * i], b = v[2 * i + 1];
-      v[i] = pick<d, false, false>(a, b) + pick<d, true, true>(a, b);
+      v[i] = join(pick<d, false, false>(a, b), pick<d, true, true>(a, b));
     }
-    return sums_of<2 * d>(v);
+    return joined<2 * d>(v, join);
   }
   return v[0];
+}
+KHOT_INLINE VecF sums_of(VecF* v) {
+  return joined(v, [](VecF a, VecF b) { return a + b; });
 }
 
 template <class R>

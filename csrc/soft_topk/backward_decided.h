@@ -17,31 +17,6 @@ class DecidedRow {
   DecidedRow(const Spec& spec, const C& F, const Row& x, const Row& grad, double tau, Threshold t)
       : spec_(spec), F_(F), x_(x), grad_(grad), tau_(tau), t_(t) {}
 
-  // Whether float carries such gradients, and they are written. The numbers are left at 0 unless they are
-  // asked for.
-  KHOT_APART bool write(void* grad_x, bool asked, double& grad_k, double& grad_tau) const {
-    grad_k = grad_tau = 0;
-    const Nearest about = nearest<float>();
-    const double error = 1e-6 * (about.distance + std::fabs(t_.hi)), least = about.distance - error;
-    if (!(least > 0) || log_density(least) > -40)
-      return false;  // from here on F is as good as an exponential
-    if (!asked && is_nothing(least, about.steepest)) return clear(grad_x);
-    const Nearest found = nearest<double>();
-    const double top = log_density(found.distance), steep = top - std::log(tau_);
-    const bool nothing = is_nothing(found.distance, found.steepest);
-    if (!nothing && steep <= -80) return false;  // near the end of float's exponent
-    const Sums s = sums(found.distance);
-    grad_k = s.wv / s.w;
-    if (nothing) return clear(grad_x);
-    const double factor = std::exp(top) / tau_, offset = grad_k;
-    grad_tau = factor * (s.wv * (s.wz / s.w) - s.wzv);
-    map_beside<double>(x_, grad_, spec_.n, spec_.inside, grad_x, x_.dtype, [&](VecD v, VecD g) {
-      return weight(abs<double>((v - t_.hi) - t_.lo), found.distance) * (factor * (g - offset));
-    });
-    return true;
-  }
-
- private:
   // Of the entry that is nearest to t, and of the largest incoming gradient, their sizes.
   struct Nearest {
     double distance = kInfinity, steepest = 0;
@@ -49,6 +24,68 @@ class DecidedRow {
       distance = std::min(distance, o.distance), steepest = std::max(steepest, o.steepest);
     }
   };
+  // The same of what comes to each lane.
+  template <class R>
+  static KHOT_INLINE void find_nearest(const R* p, const R* g, int count, Threshold t, Vec<R>& distance,
+                                       Vec<R>& steepest) {
+    const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo);
+    distance = splat(kInf<R>), steepest = Vec<R>{};
+    vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
+      const Vec<R> d = abs<R>((v - hi) - lo), size = abs<R>(beside(g, i, lanes));
+      distance = d < distance ? d : distance;
+      steepest = size > steepest ? size : steepest;
+    });
+  }
+
+  // Whether all entries are so far from t that F is as good as an exponential.
+  template <class R>
+  static KHOT_INLINE Int<R> is_decided(const C& F, Vec<R> distance, Vec<R> hi, Vec<R> tau) {
+    const Vec<R> least = distance - static_cast<R>(1e-6) * (distance + abs<R>(hi));
+    return (least > 0) & (F.template log_density<R>(least / tau) <= -40);
+  }
+  // Whether f (z + 1)^2/tau times a gradient is 0 in float.
+  template <class R>
+  static KHOT_INLINE Int<R> is_nothing(const C& F, Vec<R> distance, Vec<R> steepest, Vec<R> tau) {
+    const Vec<R> z = distance / tau, sizes = log<R>(steepest + static_cast<R>(1e-30)) - log<R>(tau);
+    return F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < -105;
+  }
+
+  // Whether float carries such gradients, and they are written. The numbers are left at 0 unless they are
+  // asked for.
+  KHOT_APART bool write(void* grad_x, bool asked, double& grad_k, double& grad_tau) const {
+    grad_k = grad_tau = 0;
+    const Nearest about = nearest<float>();
+    const VecD distance = splat(about.distance), steepest = splat(about.steepest), tau = splat(tau_);
+    if (!is_decided<double>(F_, distance, splat(t_.hi), tau)[0]) return false;
+    const bool nothing = is_nothing<double>(F_, distance, steepest, tau)[0];
+    if (!asked && nothing) return clear(grad_x);
+    return write_decided(about.distance, nothing, grad_x, grad_k, grad_tau);
+  }
+
+  // The same with the numbers, for rows that are decided. The distance that weights are relative to need not
+  // be the least, but where it is many tau even float's rounding of it is.
+  KHOT_APART bool write_decided(double about, bool nothing, void* grad_x, double& grad_k,
+                                double& grad_tau) const {
+    const double least = nothing ? nearest<double>().distance : about;
+    const double top = F_.template log_density<double>(splat(least / tau_))[0];
+    if (!nothing && top - std::log(tau_) <= -80) return false;  // near the end of float's exponent
+    const Sums s = sums(least);
+    grad_k = s.wv / s.w;
+    if (nothing) return clear(grad_x);
+    const double factor = std::exp(top) / tau_, offset = grad_k;
+    grad_tau = factor * (s.wv * (s.wz / s.w) - s.wzv);
+    map_beside<double>(x_, grad_, spec_.n, spec_.inside, grad_x, x_.dtype, [&](VecD v, VecD g) {
+      return weight(abs<double>((v - t_.hi) - t_.lo), least) * (factor * (g - offset));
+    });
+    return true;
+  }
+
+  bool clear(void* grad_x) const {
+    std::memset(grad_x, 0, spec_.n * (x_.dtype == Dtype::kFloat ? 4 : 2));
+    return true;
+  }
+
+ private:
   struct Sums {
     double w = 0, wv = 0, wz = 0, wzv = 0;
     void operator+=(const Sums& o) { w += o.w, wv += o.wv, wz += o.wz, wzv += o.wzv; }
@@ -56,34 +93,12 @@ class DecidedRow {
 
   template <class R>
   Nearest nearest() const {
-    const R hi = static_cast<R>(t_.hi), lo = static_cast<R>((t_.hi - hi) + t_.lo);
     return reduce<R, Nearest>(x_, spec_.n, spec_.inside, [&](Nearest& s, const R* p, int count, int64_t at) {
       R buffer[kBlock];
-      const R* g = fetch(grad_, at, count, buffer);
-      Vec<R> least = splat(kInf<R>), most{};
-      vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
-        const Vec<R> d = abs<R>((v - hi) - lo), size = abs<R>(beside(g, i, lanes));
-        least = d < least ? d : least;
-        most = size > most ? size : most;
-      });
-      s.distance = std::min<double>(s.distance, minimum<R>(least));
-      s.steepest = std::max<double>(s.steepest, maximum<R>(most));
+      Vec<R> distance, steepest;
+      find_nearest<R>(p, fetch(grad_, at, count, buffer), count, t_, distance, steepest);
+      s += {minimum<R>(distance), maximum<R>(steepest)};
     });
-  }
-
-  double log_density(double distance) const {
-    return F_.template log_density<double>(splat(distance / tau_))[0];
-  }
-
-  // Whether f (z + 1)^2/tau times a gradient is 0 in float.
-  bool is_nothing(double distance, double steepest) const {
-    const double z = distance / tau_;
-    return log_density(distance) + 2 * std::log1p(z) - std::log(tau_) + std::log(steepest + 1e-30) < -105;
-  }
-
-  bool clear(void* grad_x) const {
-    std::memset(grad_x, 0, spec_.n * (x_.dtype == Dtype::kFloat ? 4 : 2));
-    return true;
   }
 
   // f at a distance relative to f at the least.

@@ -25,12 +25,11 @@ class LaneBackward {
   // i are written; float does not carry the others. What served the rows before is tried first.
   void run(const BackwardRows& rows, int64_t first, bool* done) {
     const FlushSubnormals flush;
+    std::fill_n(done, width, false);
+    int decided = 0;
     if constexpr (C::full_support) {
-      if (decided_ && output_ == Output::kValue) {
-        std::fill_n(done, width, false);
-        if (write_decided(rows, first, done) == width) return;
-        decided_ = false;
-      }
+      if (decided_ && output_ == Output::kValue) decided = write_decided(rows, first, done);
+      if (decided == width) return;
     }
     if constexpr (C::density_from_value) {
       if (output_ == Output::kValue && rows.y(first).data != nullptr && !by_scores_) {
@@ -45,22 +44,23 @@ class LaneBackward {
     }
     run<ScoreDensity<float, C>>(rows, first, done, scores);
     if constexpr (C::full_support) {
-      if (output_ == Output::kValue) decided_ = write_decided(rows, first, done) == width;
+      if (output_ == Output::kValue) decided_ = 2 * (decided + write_decided(rows, first, done)) > width;
     }
   }
 
  private:
-  // source(row) is what Density takes f from.
+  // The rows that are not done. source(row) is what Density takes f from.
   template <class Density, class Source>
   KHOT_PASS void run(const BackwardRows& rows, int64_t first, bool* done, Source source) {
     const Dtype dtype = rows.x(first).dtype;
     const bool direct = dtype == Dtype::kFloat;
     const double none = 0;  // the gradient of y where only t is wanted
     const float *grads[width], *kept[width];
-    VecF f[width], fz[width], fv[width], fzv[width], y[width], tau, grad_lo;
+    VecF f[width] = {}, fz[width] = {}, fv[width] = {}, fzv[width] = {}, y[width] = {}, tau{}, grad_lo{};
     Threshold t[width] = {};
-    bool fits[width];
+    bool fits[width] = {};
     for (int j = 0; j < width; ++j) {
+      if (done[j]) continue;
       const double own_tau = rows.tau(first + j);
       if (Density::kMoments) t[j] = rows.threshold(first + j);
       fits[j] = std::fabs(t[j].hi) < 1e38 && own_tau > 1e-25 && own_tau < 1e25;
@@ -88,8 +88,8 @@ class LaneBackward {
       grad_tau = (v_sum * z_mean - sums_of(fzv)) / tau - grad_lo * z_mean;
     }
     for (int j = 0; j < width; ++j) {
-      done[j] = fits[j] && Density::reliable(mass[j], y_sum[j], n_);
-      if (!done[j]) continue;
+      if (!fits[j] || !Density::reliable(mass[j], y_sum[j], n_)) continue;
+      done[j] = true;
       rows.put(first + j, grad_k[j], grad_tau[j]);
       const Density row(F_, t[j], tau[j]);
       float* const target = direct ? static_cast<float*>(rows.grad_x(first + j)) : x_;
@@ -103,18 +103,36 @@ class LaneBackward {
   }
 
   // Those of the rows that are not done, as far as all their entries are decided; how many these are.
-  int write_decided(const BackwardRows& rows, int64_t first, bool* done) const {
-    int count = 0;
+  KHOT_APART int write_decided(const BackwardRows& rows, int64_t first, bool* done) {
+    using Decided = DecidedRow<C>;
+    if (std::find(done, done + width, false) == done + width) return 0;
+    VecF nearest[width], largest[width], hi{}, taus = splat(1.0f);
     for (int j = 0; j < width; ++j) {
+      nearest[j] = largest[j] = VecF{};
       const double tau = rows.tau(first + j);
       const Threshold t = rows.threshold(first + j);
       const bool fits = std::fabs(t.hi) < 1e38 && tau > 1e-25 && tau < 1e25;
       if (done[j] || !fits || rows.grad_lo(first + j) != 0) continue;
-      const DecidedRow<C> row(spec_, F_, rows.x(first + j), rows.grad(first + j), tau, t);
-      double grad_k, grad_tau;
-      done[j] = row.write(rows.grad_x(first + j), rows.keeps_numbers(), grad_k, grad_tau);
+      const float *x = fetch(rows.x(first + j), 0, n_, x_), *g = fetch(rows.grad(first + j), 0, n_, grads_);
+      Decided::template find_nearest<float>(x, g, n_, t, nearest[j], largest[j]);
+      hi[j] = static_cast<float>(t.hi), taus[j] = static_cast<float>(tau);
+    }
+    const VecF distance = joined(nearest, [](VecF a, VecF b) { return a < b ? a : b; });
+    const VecF steepest = joined(largest, [](VecF a, VecF b) { return a > b ? a : b; });
+    const bool asked = rows.keeps_numbers();
+    const IntF decided = Decided::template is_decided<float>(F_, distance, hi, taus);
+    const IntF nothing = Decided::template is_nothing<float>(F_, distance, steepest, taus);
+    int count = 0;
+    for (int j = 0; j < width; ++j) {
+      if (!decided[j]) continue;
+      const int64_t i = first + j;
+      const Decided row(spec_, F_, rows.x(i), rows.grad(i), rows.tau(i), rows.threshold(i));
+      double grad_k = 0, grad_tau = 0;
+      done[j] = !asked && nothing[j]
+                    ? row.clear(rows.grad_x(i))
+                    : row.write_decided(distance[j], nothing[j], rows.grad_x(i), grad_k, grad_tau);
       if (!done[j]) continue;
-      rows.put(first + j, grad_k, grad_tau);
+      rows.put(i, grad_k, grad_tau);
       ++count;
     }
     return count;
@@ -125,7 +143,7 @@ class LaneBackward {
   int n_;
   Output output_;
   bool by_scores_ = false;  // whether y had not the digits for f in the rows before
-  bool decided_ = false;    // whether all entries of these were decided
+  bool decided_ = false;    // whether most of these had decided entries alone
   alignas(KHOT_VECTOR_BYTES) float kept_[kShortRow * width], grads_[kShortRow * width], x_[kShortRow];
 };
 
