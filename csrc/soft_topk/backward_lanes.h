@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "soft_topk/backward_decided.h"
 #include "soft_topk/densities.h"
@@ -88,7 +89,14 @@ class LaneBackward {
       grad_tau = (v_sum * z_mean - sums_of(fzv)) / tau - grad_lo * z_mean;
     }
     for (int j = 0; j < width; ++j) {
-      if (!fits[j] || !Density::reliable(mass[j], y_sum[j], n_)) continue;
+      if (!fits[j]) continue;
+      if (!Density::reliable(mass[j], y_sum[j], n_)) {
+        // all entries may be outside of compact support; dL/dk is then found by itself (backward.h)
+        const bool is_flat = !C::full_support && mass[j] == 0 && grad_lo[j] == 0;
+        done[j] = is_flat && output_ == Output::kValue && !rows.keeps_numbers();
+        if (done[j]) std::memset(rows.grad_x(first + j), 0, n_ * (direct ? 4 : 2));
+        continue;
+      }
       done[j] = true;
       rows.put(first + j, grad_k[j], grad_tau[j]);
       const Density row(F_, t[j], tau[j]);
