@@ -231,6 +231,19 @@ def test_gaps_of_any_width_need_no_float64(
     torch.testing.assert_close(missing, over, rtol=0, atol=1e-4)
 
 
+def test_where_no_entry_is_taken_in_part_t_is_the_middle_of_the_gap(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end one entry alone would decide dL/dk."""
+    leave_hard_rows_out(kernels, monkeypatch)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)).sort(descending=True).values
+    up, down = x[:, 9].double(), x[:, 10].double()
+    for tau in (0.03, 1e-3):
+        _, hi, lo = kernels.soft_topk(x, f64(10.0), f64(tau), "uniform", 0.0, "y")
+        wide = up - down > 1.01 * tau
+        torch.testing.assert_close((hi + lo)[wide], ((up - tau + down) / 2)[wide], rtol=0, atol=1e-6 * tau)
+
+
 @pytest.mark.parametrize(
     ("where", "dtype", "cdf", "tau"),
     # half of all combinations, among them all of any three

@@ -256,6 +256,10 @@ def taylor_step(
         last = (tl.abs(mu) <= ROUNDING) | short
         if CDF == POWER:
             last = last & (goal != 0)
+        else:  # into the gap, likewise, where all entries with 0 < y < 1 are about to leave it
+            leaves = (excess == 0) & (mass > 0) & (sums[3].to(tl.float32) >= mass)
+            h = tl.where(leaves, h + tl.where(h > 0, 1e-3, -1e-3), h)
+            last = last & ~leaves
         if POOLED > 0:
             last = last & (length * warming <= STEADY)
     return excess, miss, h, mu, beta, gamma, mass, last & (mass > UNDECIDED)
