@@ -166,6 +166,15 @@ def paid_terms(entry, given):
 
 
 @triton.jit
+def paid_costs(entry, given):
+    """The two parts of w in float64. Their sums over a row are exact; where costs span many decades, but for
+    about the last digit of a budget."""
+    held = paid_terms(entry, given)
+    L: tl.constexpr = given[4]
+    return held[0].to(tl.float64), held[paid_count(L.cdf, L.by)].to(tl.float64)
+
+
+@triton.jit
 def _derivatives(sums, v, CDF: tl.constexpr):
     """The derivatives of f, in units of f, of an entry at v: those that :func:`.terms.series` derives from
     sums."""

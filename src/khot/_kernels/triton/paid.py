@@ -1,8 +1,8 @@
 """Soft budgets of rows that stay on chip or stream past one program: a sum of costs, for :mod:`.rows`.
 
 As :mod:`.counted`, with a sum of costs in the place of a count: one read of the scores and of the costs, few
-evaluations (:mod:`.threshold`, with the terms of :mod:`.costs`), one write. What float32 does not decide (a
-threshold in a gap, where costs of many sizes meet; a budget that all entries together just spend) is solved
+evaluations (:mod:`.threshold`, with the terms of :mod:`.costs`), one write. What float32 does not decide (by
+value, a threshold in a gap that no density crosses; a budget that all entries together just spend) is solved
 again, in the same program, in float64 by :mod:`.exact`.
 """
 
@@ -29,7 +29,7 @@ from khot._kernels.triton.costs import (
 from khot._kernels.triton.counted import result, row_values
 from khot._kernels.triton.exact import solve_row
 from khot._kernels.triton.exact_sums import BY_SCORE, BY_VALUE
-from khot._kernels.triton.fast import LOG2E, inverse_of, reciprocal, wide
+from khot._kernels.triton.fast import LOG2E, in_two, inverse_of, reciprocal, wide
 from khot._kernels.triton.launch import Variant
 from khot._kernels.triton.rows import (
     EVALUATIONS,
@@ -44,6 +44,7 @@ from khot._kernels.triton.rows import (
 from khot._kernels.triton.terms import holds, unit
 from khot._kernels.triton.threshold import (
     FLUSH,
+    excess_of,
     guess,
     guess_by_value,
     iterate,
@@ -153,7 +154,8 @@ def guess_of(found, origin, n, complement, k, tau, power, CDF: tl.constexpr, BY:
 @triton.jit
 def spends_at_zero(sums, k, k_low, n, power, CDF: tl.constexpr, BY: tl.constexpr):
     """Whether t = 0 spends less than there is, and whether that is clear; from the sums there."""
-    _, miss, _, _, _, _, _, _ = taylor_step(sums, k, k_low, 0, k * 0, power, CDF, BY)
+    excess = excess_of(sums, k, k_low, 0, CDF, BY)
+    miss, _, _, _, _, _, _ = taylor_step(sums, excess, k * 0, power, CDF, BY)
     return miss < 0, tl.abs(miss) > CLEAR * tl.minimum(tl.maximum(k, 1.0), n)
 
 
@@ -180,6 +182,15 @@ def write_shares(at, to, ok, n, per, values, L: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
+def _in_float64(pointer, stride, high, low, row, there, third):
+    """The budget of each row; without a pointer it came by value, as three numbers."""
+    if pointer is None:
+        return row.to(tl.float64) * 0 + high + low + third
+    else:
+        return tl.load(pointer + row * stride, mask=there, other=1.0).to(tl.float64)
+
+
+@triton.jit
 def _find(
     x, cost, k, tau, row, there, n_columns, evaluations, digits, exponent, L: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
@@ -192,8 +203,9 @@ def _find(
     else:
         pairs, per, good = _load_pairs(at, there, n_columns, T)
     origin = origin_of(x, row, there, L.by)
-    k, k_low = numbers(*k, row, there)
-    k, k_low = k * per, k_low * per
+    goal = _in_float64(*k, row, there, digits.third)
+    k, k_low = in_two(goal)
+    k, k_low, goal = k * per, k_low * per, goal * per
     tau, _ = numbers(*tau, row, there)
     power = tl.zeros((), tl.float32) + exponent[0]
 
@@ -227,7 +239,7 @@ def _find(
     lo = hi * 0
     hi, lo, solved = iterate(
         pairs, at, n_columns, (hi, lo, low, high, crowd), loose | ~ok, (n, k, k_low, tau, inverse, power),
-        evaluations, L, T, base=per, grain=grain, floor=digits.floor,
+        evaluations, L, T, base=per, grain=grain, floor=digits.floor, goal=goal,
     )  # fmt: skip
     ok = ok & solved
     if L.at_most:

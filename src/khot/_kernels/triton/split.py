@@ -37,7 +37,16 @@ from khot._kernels.triton.pooled import pooled_terms, size, temperature
 from khot._kernels.triton.pooled_rows import find_gamma
 from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.terms import holds, kink, series, term_count, terms, unit
-from khot._kernels.triton.threshold import find, iterate, less, long_step, moment_terms, over, taylor_step
+from khot._kernels.triton.threshold import (
+    excess_of,
+    find,
+    iterate,
+    less,
+    long_step,
+    moment_terms,
+    over,
+    taylor_step,
+)
 
 EVALUATIONS = tl.constexpr(24)  # at most, of a sample, of a window, and of a row by one program
 LEFT = tl.constexpr(11)  # numbers that a part leaves: of an evaluation, then four counts
@@ -370,8 +379,9 @@ def _step(
     for i in tl.static_range(term_count(CDF)):
         sums = sums + (total_of_parts(left, i, parts, PARTS),)  # type: ignore[assignment]  # noqa: RUF005
     seen = tl.cdiv(n_columns, STEP) * tl.full((), STEP, tl.int64)
-    _, miss, h, mu, beta, gamma, mass, last = taylor_step(
-        sums, k, k_low, seen, turn, power, CDF, BY_COUNT, warming, POOLED
+    excess = excess_of(sums, k, k_low, seen, CDF)
+    miss, h, mu, beta, gamma, mass, last = taylor_step(
+        sums, excess, turn, power, CDF, BY_COUNT, warming, POOLED
     )
     step = long_step(miss, mu, h, beta, gamma, mass, crowd, CDF)
     h = tl.where(last, h, step)

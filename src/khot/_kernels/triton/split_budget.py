@@ -46,7 +46,7 @@ from khot._kernels.triton.rows import EVALUATIONS, numbers
 from khot._kernels.triton.sizes import next_power_of_2
 from khot._kernels.triton.split import CAREFUL, DONE, HOPELESS, OPEN, last_of_row, of_parts, total_of_parts
 from khot._kernels.triton.terms import holds, unit
-from khot._kernels.triton.threshold import FLUSH, advance, iterate, over
+from khot._kernels.triton.threshold import FLUSH, advance, excess_of, iterate, may_be_lost, over
 
 PIECES = 2  # that a part holds at a time: entries are pairs
 STEPS = 6  # launches that evaluate: most rows take one to five
@@ -188,32 +188,39 @@ def _spend_parts(
                     elif i == 1:
                         member = tl.max(of_parts(left, COUNT + 1, parts, PARTS, float("-inf")), axis=0)
                 trail = trail + (member.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-            new_hi, new_lo, new_trail, done, ok, _deep = advance(
-                _totals(left, 0, parts, PARTS, COUNT), hi, lo, trail, tl.load(state + CROWD).to(tl.float32),
+            totals = _totals(left, 0, parts, PARTS, COUNT)
+            excess = excess_of(totals, k, k_low, 0, L.cdf, L.by)
+            new_hi, new_lo, new_trail, done, ok, alone = advance(
+                totals, excess, hi, lo, trail, tl.load(state + CROWD).to(tl.float32),
                 status != OPEN, status == OPEN, status != OPEN, number,
-                (n, k, k_low, own_tau, inverse, power), 0, 0.0, floor, L, 1,
+                (n, k, k_low, own_tau, inverse, power), 0.0, L, 1,
             )  # fmt: skip
+            # in a gap, or but for digits that the sums of parts have lost
+            alone = alone | may_be_lost(totals, excess, power, floor, L.cdf, L.by)
+            new_hi, new_lo = tl.where(alone, hi, new_hi), tl.where(alone, lo, new_lo)
+            ok = ok | alone
             if FIRST and L.by == BY_VALUE:  # a guess outside the bracket tells nothing
                 low, high = trail[0], trail[1]  # type: ignore[misc]
                 inside = (hi > low) & (hi < high)
                 new_hi = tl.where(inside, new_hi, 0.5 * (low + high))
                 new_lo = tl.where(inside, new_lo, 0.0)
-                done, ok = done & inside, ok | ~inside
+                done, ok, alone = done & inside, ok | ~inside, alone & inside
                 for i in tl.static_range(TRAILED):
                     tl.store(state + TRAIL + i, tl.where(inside, new_trail[i], trail[i]).to(tl.float64))
             else:
                 put(state + TRAIL, new_trail)
             if L.at_most:
-                ok = ok & (~done | (new_hi > 0))
+                ok = ok & (~done | alone | (new_hi > 0))
                 if FIRST:
                     less, clear = spends_at_zero(
                         _totals(left, COUNT + 2, parts, PARTS, COUNT), k, k_low, n, power, L.cdf, L.by
                     )
                     loose = clear & less
                     ok = loose | (ok & clear & (tl.load(state + FITS) != 0))
-                    done = loose | done
+                    done, alone = loose | done, alone & ~loose
                     new_hi, new_lo = tl.where(loose, 0.0, new_hi), tl.where(loose, 0.0, new_lo)
-            tl.store(state + STATUS, tl.where(ok, tl.where(done, DONE, OPEN), HOPELESS).to(tl.float64))
+            stays = tl.where(alone, CAREFUL, tl.where(done, DONE, OPEN))
+            tl.store(state + STATUS, tl.where(ok, stays, HOPELESS).to(tl.float64))
             _store_threshold(state, t.hi + row, t.lo + row, new_hi, new_lo, per, L.by)
 
 
@@ -247,6 +254,7 @@ def _rescue_budgets(
     status = tl.load(state + STATUS)
     if status != DONE:
         k, k_low, own_tau = _budget_and_tau(budget, tau, row)
+        own_budget = number64(*budget, row) + budget_low
         per = tl.load(state + PER).to(tl.float32)
         x_at, cost_at = pairs.x.pointer + row * pairs.x.stride, pairs.other.pointer + row * pairs.other.row
         column = tl.arange(0, T.width).to(tl.int64)
@@ -263,16 +271,15 @@ def _rescue_budgets(
                 tl.load(state + ALL).to(tl.float32), k * per, k_low * per, own_tau, inverse_of(own_tau),
                 tl.zeros((), tl.float32) + exponent[0],
             ),
-            evaluations, L, T, base=per, grain=digits[0], floor=digits[1],
+            evaluations, L, T, base=per, grain=digits[0], floor=digits[1], goal=own_budget * per,
         )  # fmt: skip
-        ok = ok & (status == OPEN)
+        ok = ok & (status != HOPELESS)
         if L.at_most:
             ok = ok & (hi > 0)
         tl.store(state + STATUS, tl.where(ok, DONE, CAREFUL).to(tl.float64))
         if ok:
             _store_threshold(state, t.hi + row, t.lo + row, hi, lo, per, L.by)
         else:
-            own_budget = number64(*budget, row) + budget_low
             hi64, lo64 = find_exactly(
                 (x_at, cost_at, pairs.other.column, n_columns), own_budget, number64(*tau, row), slack,
                 joined(*exponent), L.cdf, L.by, L.at_most, T.chunk,

@@ -4,8 +4,9 @@ With the logistic CDF most rows need one evaluation at τ of the scores' own sca
 the row's mean and variance; an evaluation yields the first five derivatives of the count, and the step to the
 root of their Taylor polynomial is the last one if it is short. A kink of F, which no polynomial follows, is
 allowed for by the number of entries near it. Far from the root the step comes from a model of the count,
-inside a bracket. A threshold in a gap wider than the density reaches has a closed form, or under the normal
-CDF nearly one. What depends on the CDF is in :mod:`.terms`.
+inside a bracket; of a budget, from a t that no density reaches, onto the next entries if they cost enough. A
+threshold in a gap wider than the density reaches has a closed form, or under the normal CDF nearly one. What
+depends on the CDF is in :mod:`.terms`.
 
 t is the unevaluated sum of two float32 numbers, and k too: a fractional k rounded to float32 would cost up to
 6e-6 in y.
@@ -17,8 +18,8 @@ import triton
 import triton.language as tl
 
 from khot._kernels.triton.arguments import Tile
-from khot._kernels.triton.costs import load_pair, paid_count, paid_series, paid_terms
-from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
+from khot._kernels.triton.costs import load_pair, paid_costs, paid_count, paid_series, paid_terms, priced
+from khot._kernels.triton.exact_sums import BY_COUNT, BY_SCORE, BY_VALUE
 from khot._kernels.triton.fast import (
     LN2,
     LOG2E,
@@ -26,6 +27,7 @@ from khot._kernels.triton.fast import (
     any_row,
     before,
     double,
+    fma,
     inverse_of,
     log2,
     plus,
@@ -200,16 +202,41 @@ def _is_short(h, gamma, epsilon, CDF: tl.constexpr):
 
 
 @triton.jit
+def excess_of(sums, k, k_low, seen, CDF: tl.constexpr, BY: tl.constexpr = BY_COUNT):
+    """By how much the hard count of an evaluation exceeds k. BY says whether the sums are of
+    :func:`.costs.paid_terms`, and k is a budget."""
+    if BY == BY_COUNT:
+        return ((hard_count(sums[0], seen, CDF) - k) - k_low).to(tl.float32)
+    else:
+        return (((sums[0] - k) - k_low) + sums[paid_count(CDF, BY)]).to(tl.float32)
+
+
+@triton.jit
+def may_be_lost(sums, excess, power, floor, CDF: tl.constexpr, BY: tl.constexpr):
+    """Whether a budget is spent, or Σ w f tells little, but for digits that float32 may have lost of the sum
+    of costs."""
+    unclear = floor + ROUGH * tl.abs(sums[paid_count(CDF, BY)].to(tl.float32))
+    if BY == BY_VALUE:
+        less, mass, _, _, _, _ = paid_series(sums, power, CDF)
+    else:
+        less, mass, _, _, _, _ = series(sums, power, CDF)
+    if full_support(CDF):
+        return ~(mass > unclear) & ~(tl.abs(excess - less) > unclear)
+    else:  # whether entries leave a gap, or the last of them is taken in part
+        return ~(tl.abs(excess) > unclear)
+
+
+@triton.jit
 def taylor_step(
-    sums, k, k_low, seen, turn, power, CDF: tl.constexpr, BY: tl.constexpr = BY_COUNT,
+    sums, excess, turn, power, CDF: tl.constexpr, BY: tl.constexpr = BY_COUNT,
     warming=0.0, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
-    """What follows from the sums of an evaluation alone: by how much the hard count and the soft one exceed
-    k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one.
+    """What follows from the sums of an evaluation, and the excess of the hard count, alone: by how much the
+    soft count exceeds k, the step in units of τ, μ, β, γ, Σf, and whether the step may be the last one.
 
     With compact support the sums do not tell how Σf changes: turn is its relative fall per τ, if it is known,
-    and 0 otherwise. BY says whether the sums are of :func:`.costs.paid_terms`, and k is a budget. POOLED is p
-    of a top-k in magnitude, whose temperature grows by `warming` with t.
+    and 0 otherwise. BY is as in :func:`excess_of`. POOLED is p of a top-k in magnitude, whose temperature
+    grows by `warming` with t.
     """
     LAST: tl.constexpr = paid_count(CDF, BY)
     if BY == BY_VALUE:
@@ -218,10 +245,6 @@ def taylor_step(
         less, mass, beta, gamma, delta, epsilon = series(sums, power, CDF)
     if POOLED > 0:  # −less is the sum of 0 < y < 1, which a greater temperature lowers
         mass -= warming * less
-    if BY != BY_COUNT:
-        excess = (((sums[0] - k) - k_low) + sums[LAST]).to(tl.float32)
-    else:
-        excess = ((hard_count(sums[0], seen, CDF) - k) - k_low).to(tl.float32)
     miss = excess - less
     if full_support(CDF):
         h, mu = _taylor(miss, mass, beta, gamma, delta, epsilon)
@@ -262,7 +285,7 @@ def taylor_step(
             last = last & ~leaves
         if POOLED > 0:
             last = last & (length * warming <= STEADY)
-    return excess, miss, h, mu, beta, gamma, mass, last & (mass > UNDECIDED)
+    return miss, h, mu, beta, gamma, mass, last & (mass > UNDECIDED)
 
 
 @triton.jit
@@ -368,10 +391,42 @@ def min_max(a0, a1, b0, b1):
 
 
 @triton.jit
+def _level(entry, POOLED: tl.constexpr, BY: tl.constexpr):
+    """Which t has z = 0 of an entry."""
+    if BY == BY_VALUE:
+        return entry[0] * reciprocal(entry[1])
+    elif BY == BY_SCORE:
+        return entry[0]
+    else:
+        return size(entry) if POOLED > 0 else entry
+
+
+@triton.jit
+def _parted(entry, hi, lo, centre, POOLED: tl.constexpr, BY: tl.constexpr):
+    """The level of an entry with zτ > centre, else inf; and that of one with less, else −inf. What is free is
+    neither."""
+    level = _level(entry, POOLED, BY)
+    if BY == BY_VALUE:
+        off, shift = priced(entry[0], entry[1], hi, lo, 1.0, LOGISTIC, 0)
+    else:
+        off, shift = level - hi, lo
+    above = off - shift > centre
+    over_, under = tl.where(above, level, float("inf")), tl.where(above, float("-inf"), level)
+    if BY == BY_COUNT:
+        return over_, under
+    else:
+        paid = entry[1] > 0
+        return tl.where(paid, over_, float("inf")), tl.where(paid, under, float("-inf"))
+
+
+@triton.jit
 def _nearest(
-    x, at, n, hi, lo, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False, POOLED: tl.constexpr = 0,
+    x, at, n, hi, lo, centre, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False,
+    POOLED: tl.constexpr = 0, BY: tl.constexpr = BY_COUNT,
 ):  # fmt: skip
-    """The least entry above hi + lo, and the greatest one that is not; POOLED, of their sizes."""
+    """The least level of entries with zτ > centre, and the greatest one of those with less; POOLED, of their
+    sizes."""
+    hi, lo, centre = wide(hi, T.together), wide(lo, T.together), wide(centre, T.together)
     PIECES: tl.constexpr = T.pieces
     WIDTH: tl.constexpr = T.width
     if T.streams:
@@ -379,18 +434,17 @@ def _nearest(
         least = tl.full((WIDTH,), float("inf"), tl.float32)
         greatest = tl.full((WIDTH,), float("-inf"), tl.float32)
         for start in range(0, n, T.width):
-            score = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, BASED)
-            if POOLED > 0:
-                score = size(score)
-            above = score - hi > lo
-            least = tl.minimum(least, tl.where(above, score, float("inf")))
-            greatest = tl.maximum(greatest, tl.where(above, float("-inf"), score))
+            if BY == BY_COUNT:
+                entry = less(tl.load(at + start, mask=column + start < n, other=float("-inf")), base, BASED)
+            else:
+                score, w = load_pair(at, start, column + start < n)
+                entry = score, w * base
+            over_, under = _parted(entry, hi, lo, centre, POOLED, BY)
+            least, greatest = tl.minimum(least, over_), tl.maximum(greatest, under)
         return tl.reduce((least, greatest), 0, min_max)
     else:
         for i in tl.static_range(PIECES):
-            score = size(x[i]) if POOLED > 0 else x[i]
-            above = score - hi > lo
-            over_, under = tl.where(above, score, float("inf")), tl.where(above, float("-inf"), score)
+            over_, under = _parted(x[i], hi, lo, centre, POOLED, BY)
             if i == 0:
                 least, greatest = over_, under
             else:
@@ -399,39 +453,101 @@ def _nearest(
 
 
 @triton.jit
-def _gap_terms(x, given):
-    """2^(−distance) from the nearest entry on the same side of t, for each side."""
-    up, down, rate = given
+def _centre(tau, CDF: tl.constexpr):
+    """zτ between entries that are selected and others, of t that no density reaches."""
+    return 0.0 * tau if full_support(CDF) else 0.5 * tau
+
+
+@triton.jit
+def _level_terms(entry, given):
+    """Of the entries at a level: w; a w for the rate a at which z falls with t; and what x exceeds a t by."""
+    x, w = entry
+    level = given[0]
+    BY: tl.constexpr = given[1]
+    at_level = (_level(entry, 0, BY) == level) & (w > 0)
+    w = tl.where(at_level, w, 0.0)
+    if BY == BY_VALUE:
+        return w, w * w, tl.where(at_level, fma(-level, w, x), 0.0)
+    else:
+        return w, w, w * 0
+
+
+@triton.jit
+def _onto_level(
+    x, at, n, miss, hi, lo, low, high, tau, power, CDF: tl.constexpr, BY: tl.constexpr, T: tl.constexpr, base
+):  # fmt: skip
+    """The t at which the entries nearest to a t that no density reaches make up for what is missed, and
+    whether they cost enough for that. If they cost just that, it is one beyond them, inside the bracket."""
+    up, down = _nearest(x, at, n, hi, lo, _centre(tau, CDF), T, base, BY=BY)
+    level = tl.where(miss > 0, up, down)
+    costs, rates, off = over(x, at, n, _level_terms, (wide(level, T.together), BY), 3, T, base, BY=BY)
+    costs, rates, off = costs.to(tl.float32), rates.to(tl.float32), off.to(tl.float32)
+    # of F with F(−z) = 1 − F(z), what the entries lack has more digits than what they have
+    share = tl.abs(miss) if full_support(CDF) else tl.where(miss > 0, costs - miss, -miss)
+    _, own = _quantiles(costs, share, power, CDF)
+    mean, variance = moments(power, CDF)
+    place = mean + own * tl.sqrt(tau * 0 + variance)
+    if full_support(CDF):
+        place = tl.where(miss > 0, -place, place)
+    in_part = tl.abs(miss) < costs
+    beyond: tl.constexpr = 12.0 if full_support(CDF) else 1.0
+    place = tl.where(in_part, place, mean + tl.where(miss > 0, -beyond, beyond))
+    hi, lo = two_sum(level, off * reciprocal(costs) - tau * place * costs * reciprocal(rates))
+    in_full = (tl.abs(miss) == costs) & (hi > low) & (hi < high)
+    return hi, lo, (in_part | in_full) & (tl.abs(hi) < 1e30)
+
+
+@triton.jit
+def _costing(value, entry, BY: tl.constexpr):
+    """A value of an entry times its cost. What is free may lie anywhere, and have no value."""
+    return value if BY == BY_COUNT else tl.where(entry[1] > 0, value * entry[1], 0.0)
+
+
+@triton.jit
+def _gap_terms(entry, given):
+    """2^(−distance) from the nearest entry on the same side of t, times the cost, for each side."""
+    up, down, rate = given[:3]
+    BY: tl.constexpr = given[3]
+    x = entry if BY == BY_COUNT else entry[0]
     above = x >= up
-    e = tl.exp2(tl.where(above, up - x, x - down) * rate)
+    e = _costing(tl.exp2(tl.where(above, up - x, x - down) * rate), entry, BY)
     return tl.where(above, e, 0.0), tl.where(above, 0.0, e)
 
 
 @triton.jit
-def _normal_gap_terms(x, given):
-    """Tails and densities on each side of t, over those of the nearest entry there, at these distances."""
-    up, down, rate, to_up, to_down = given
+def _normal_gap_terms(entry, given):
+    """Tails and densities on each side of t, over those of the nearest entry there, at these distances, times
+    the cost."""
+    up, down, rate, to_up, to_down = given[:5]
+    BY: tl.constexpr = given[5]
+    x = entry if BY == BY_COUNT else entry[0]
     above = x >= up
     d, least = tl.where(above, x - up, down - x) * rate, tl.where(above, to_up, to_down)
     ratio, _ = normal_tail(least + d)
-    f = tl.exp2(-d * (d + 2 * least))
+    f = _costing(tl.exp2(-d * (d + 2 * least)), entry, BY)
     tail = f * ratio
     tail_up, f_up = tl.where(above, tail, 0.0), tl.where(above, f, 0.0)
     return tail_up, tail - tail_up, f_up, f - f_up
 
 
 @triton.jit
-def _from_middle(x, at, n, up, down, scale, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False):
+def _from_middle(
+    x, at, n, up, down, scale, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False,
+    BY: tl.constexpr = BY_COUNT,
+):  # fmt: skip
     """How far t is from the middle of a gap between normal tails, in units of z: by Newton's steps for the
     logarithms of what is missing above t and left over below it, which are nearly straight."""
     half = 0.5 * (up - down) * scale
     off = half * 0
     for _ in range(3):
-        given = (
-            wide(up, T.together), wide(down, T.together), wide(scale, T.together),
-            wide(half - off, T.together), wide(half + off, T.together),
+        A, B, f_A, f_B = over(
+            x, at, n, _normal_gap_terms,
+            (  # without a name, or BY were no constant
+                wide(up, T.together), wide(down, T.together), wide(scale, T.together),
+                wide(half - off, T.together), wide(half + off, T.together), BY,
+            ),
+            4, T, base, BASED, BY=BY,
         )  # fmt: skip
-        A, B, f_A, f_B = over(x, at, n, _normal_gap_terms, given, 4, T, base, BASED)
         A, B, f_A, f_B = A.to(tl.float32), B.to(tl.float32), f_A.to(tl.float32), f_B.to(tl.float32)
         slope = (f_A * reciprocal(A) + f_B * reciprocal(B)) * (0.3989423 * LOG2E / NORMAL_UNIT)
         off += (log2(B) - log2(A) - 4 * half * off) * reciprocal(slope)
@@ -441,7 +557,7 @@ def _from_middle(x, at, n, up, down, scale, T: tl.constexpr, base=0.0, BASED: tl
 @triton.jit
 def _gap(
     x, at, n, hi, lo, scale, tau, CDF: tl.constexpr, T: tl.constexpr, base=0.0, BASED: tl.constexpr = False,
-    own_tau=0.0, POOLED: tl.constexpr = 0,
+    own_tau=0.0, POOLED: tl.constexpr = 0, BY: tl.constexpr = BY_COUNT,
 ):  # fmt: skip
     """t in a gap that no density crosses, and whether there is such a gap.
 
@@ -451,20 +567,19 @@ def _gap(
     solves the equation, and the middle of them is taken. POOLED, the end above is not up − τ, but what `up`
     is reduced to on its own.
     """
-    if not full_support(CDF):
-        lo = lo + 0.5 * tau
-    hi, lo = wide(hi, T.together), wide(lo, T.together)
-    up, down = _nearest(x, at, n, hi, lo, T, base, BASED, POOLED)
+    up, down = _nearest(x, at, n, hi, lo, _centre(tau, CDF), T, base, BASED, POOLED, BY)
     if POOLED > 0:
         up = unpooled(up, own_tau, POOLED)
         tau = tau * 0
     middle, low = two_sum(0.5 * up, 0.5 * down)
     if CDF == NORMAL:
-        off, exists = _from_middle(x, at, n, up, down, scale, T, base, BASED)
+        off, exists = _from_middle(x, at, n, up, down, scale, T, base, BASED, BY)
         low += off * tau
     elif full_support(CDF):
-        given = (wide(up, T.together), wide(down, T.together), wide(scale, T.together))
-        A, B = over(x, at, n, _gap_terms, given, 2, T, base, BASED)
+        A, B = over(
+            x, at, n, _gap_terms, (wide(up, T.together), wide(down, T.together), wide(scale, T.together), BY),
+            2, T, base, BASED, BY=BY,
+        )  # fmt: skip
         low += (log2(B.to(tl.float32)) - log2(A.to(tl.float32))) * (0.5 * LN2) * tau
         exists = up > down
     else:
@@ -525,17 +640,17 @@ def guess_by_value(n, sums, k, tau, power, CDF: tl.constexpr):
 
 @triton.jit
 def advance(
-    sums, hi, lo, trail, crowd, done, ok, deep, count, aim, seen, warming, floor,
+    sums, excess, hi, lo, trail, crowd, done, ok, deep, count, aim, warming,
     L: tl.constexpr, TOGETHER: tl.constexpr, POOLED: tl.constexpr = 0,
 ):  # fmt: skip
-    """t after the step that the sums of an evaluation call for, the trail of the search, and which rows are
-    done, have a threshold, and are in a gap that no density crosses.
+    """t after the step that the sums of an evaluation and the excess of the hard count call for, the trail of
+    the search, and which rows are done, have a threshold, and are in a gap that no density crosses.
 
     The trail is the bracket, what the count and its logit miss at its ends, the side of the last t, and t and
     Σf of the evaluation before: at first (low, high, 0, 0, 0, 0, 0, t, 0). The rest is as in :func:`iterate`.
     """
     bracket, t_before, mass_before = trail[:7], trail[7], trail[8]
-    _, k, k_low, tau, inverse, power = aim
+    tau, inverse, power = aim[3:]
     turn = hi * 0
     if not full_support(L.cdf):
         moved = ((hi - t_before) + lo) * inverse
@@ -545,21 +660,17 @@ def advance(
         turn = (mass_before - mass) * reciprocal(moved * mass)
         turn = tl.where((mass_before > 0) & (tl.abs(turn) < 1e6), turn, 0.0)
         t_before, mass_before = hi + lo, mass
-    excess, miss, h, mu, beta, gamma, mass, last = taylor_step(
-        sums, k, k_low, seen, turn, power, L.cdf, L.by, warming, POOLED
+    miss, h, mu, beta, gamma, mass, last = taylor_step(
+        sums, excess, turn, power, L.cdf, L.by, warming, POOLED
     )
-    if L.by == BY_COUNT:
-        least: tl.constexpr = APART if full_support(L.cdf) else UNDECIDED
-        deep = deep | (~done & ~(mass > least) & (excess == 0))
+    least: tl.constexpr = APART if full_support(L.cdf) else UNDECIDED
+    deep = deep | (~done & ~(mass > least) & (excess == 0))
     done = done | deep
     if any_row(~(last | done), TOGETHER):
         taylor = (miss, mu, h, beta, gamma, mass)
         step, bracket = _search(taylor, hi + lo, aim, crowd, bracket, count, L.cdf, L.by)
         h = tl.where(last, h, step)
     failed = ~(tl.abs(h) < 1e30) & ~done
-    if L.by != BY_COUNT:  # a gap is not searched: the sums of costs have not the digits for it
-        unclear = floor + ROUGH * tl.abs(sums[paid_count(L.cdf, L.by)].to(tl.float32))
-        failed = failed | (~done & ~(mass > unclear) & (last | ~(tl.abs(miss) > unclear)))
     new_hi, new_lo = two_sum(hi, lo + tl.where(done | failed, 0.0, h) * tau)
     if POOLED > 0:  # t stays above 0
         least = 0.25 * hi
@@ -572,7 +683,7 @@ def advance(
 @triton.jit
 def iterate(
     x, at, n_columns, guess, done, aim, evaluations, L: tl.constexpr, T: tl.constexpr,
-    AGAIN: tl.constexpr = False, base=0.0, BASED: tl.constexpr = False, grain=0.0, floor=0.0,
+    AGAIN: tl.constexpr = False, base=0.0, BASED: tl.constexpr = False, grain=0.0, floor=0.0, goal=0.0,
     POOLED: tl.constexpr = 0,
 ):  # fmt: skip
     """t from a guess, and which rows have one: of the rows that are not done already, as those are that have
@@ -586,9 +697,9 @@ def iterate(
     k_low, τ, 1/τ and the exponent of z. AGAIN says that the entries can be read again at `at`, though they
     are held: in a gap, which few rows have to search, there are not registers enough for both. BASED and base
     are as in :func:`over`: BASED, t is less base, too. If entries have costs, k is a budget and n what all
-    entries cost; grain is what :func:`.costs.paid_terms` needs, and where Σ w f is below a floor float32
-    cannot tell where the budget is spent. POOLED is p of a top-k in magnitude, whose temperature moves with t
-    (:mod:`.pooled`).
+    entries cost; grain is what :func:`.costs.paid_terms` needs; where Σ w f is below a floor, what selected
+    entries cost is compared with the goal, the budget in float64, to the last digit. POOLED is p of a top-k
+    in magnitude, whose temperature moves with t (:mod:`.pooled`).
     """
     hi, lo, low, high, crowd = guess
     n, k, k_low, tau, inverse, power = aim
@@ -622,33 +733,56 @@ def iterate(
                 ),
                 paid_count(L.cdf, L.by) + 1, T, base, BY=L.by,
             )  # fmt: skip
+            excess = excess_of(sums, k, k_low, seen, L.cdf, L.by)
+            lost = ~done & may_be_lost(sums, excess, power, floor, L.cdf, L.by)
+            if any_row(lost, T.together):
+                paid, rest = over(
+                    x, at, n_columns, paid_costs,
+                    (
+                        wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power, L,
+                        grain,
+                    ),
+                    2, T, base, BY=L.by, TYPE=tl.float64,
+                )  # fmt: skip
+                excess = tl.where(lost, ((paid - goal) + rest).to(tl.float32), excess)
         elif POOLED > 0:
             sums = over(
                 x, at, n_columns, pooled_terms,
                 (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power, L),
                 term_count(L.cdf), T,
             )  # fmt: skip
+            excess = excess_of(sums, k, k_low, seen, L.cdf)
         else:
             sums = over(
                 x, at, n_columns, terms,
                 (wide(hi, T.together), wide(lo * scale, T.together), wide(scale, T.together), power, L),
                 term_count(L.cdf), T, base, BASED,
             )  # fmt: skip
+            excess = excess_of(sums, k, k_low, seen, L.cdf)
+        before_hi, before_lo = hi, lo
+        far = ~done & (excess != 0) & ~(sums[2].to(tl.float32) > UNDECIDED)
         hi, lo, trail, done, ok, deep = advance(
-            sums, hi, lo, trail, crowd, done, ok, deep, count, (n, k, k_low, tau, inverse, power), seen,
-            warming, floor, L, T.together, POOLED,
+            sums, excess, hi, lo, trail, crowd, done, ok, deep, count, (n, k, k_low, tau, inverse, power),
+            warming, L, T.together, POOLED,
         )  # fmt: skip
+        if L.by != BY_COUNT:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if any_row(far, T.together):
+                level_hi, level_lo, found = _onto_level(
+                    x, at, n_columns, excess, before_hi, before_lo, trail[0], trail[1], tau, power, L.cdf,
+                    L.by, T, base,
+                )  # fmt: skip
+                hi, lo = tl.where(far & found, level_hi, hi), tl.where(far & found, level_lo, lo)
         count += 1
         running = (count < evaluations) & any_row(~done, T.together)
     ok = ok & done
-    if L.by != BY_COUNT:
+    if L.by == BY_VALUE:
         ok = ok & ~deep
     else:
         if any_row(deep, T.together):
             gap_hi, gap_lo, exists = _gap(
                 x, at, n_columns, hi, lo, scale, tau, L.cdf,
                 Tile(T.together, 1 if AGAIN else T.pieces, T.width, False, T.streams or AGAIN, 0), base,
-                BASED, own_tau, POOLED,
+                BASED, own_tau, POOLED, L.by,
             )  # fmt: skip
             ok = ok & (exists | ~deep)
             hi, lo = tl.where(deep, gap_hi, hi), tl.where(deep, gap_lo, lo)
