@@ -89,6 +89,93 @@ def test_ordinary_rows_need_no_float64(
         assert "rescue" not in taken
 
 
+def leave_hard_rows_out(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the float32 solver does not solve stay NaN."""
+    monkeypatch.setattr(kernels.paid, "PAID", kernels.paid.PAID._replace(exactly=lambda *_: None))
+    monkeypatch.setattr(kernels.paid, "_variant", inspect.unwrap(kernels.paid._variant))
+    monkeypatch.setattr(kernels.split_budget, "find_exactly", lambda *_: (NAN, NAN))
+
+
+def costs_and_budgets(x: torch.Tensor, whole: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """By turns a budget is what the first entries cost, and any."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.rand(x.shape, generator=g) + 0.1
+    w = (10 * w).ceil() if whole else w
+    paid = w.double().gather(-1, x.argsort(descending=True)).cumsum(-1)
+    budget = paid[torch.arange(len(x)), torch.randint(0, x.shape[1] // 2, (len(x),), generator=g)]
+    budget[::2] *= torch.rand(len(x[::2]), generator=g).double()
+    return w, budget
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@every_cdf
+def test_sharp_rows_need_no_float64(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str, whole: bool
+) -> None:
+    """There a row takes hundreds of times as long."""
+    leave_hard_rows_out(kernels, monkeypatch)
+    x = torch.randn(32, 100, generator=torch.Generator().manual_seed(12))
+    w, budget = costs_and_budgets(x, whole, 13)
+    for tau in (3e-3, 1e-4, 1e-6):
+        check_rows(kernels, x, w, budget, tau, cdf, "score", False)
+
+
+@pytest.mark.parametrize("digits", [-1, 0, 1])
+@pytest.mark.parametrize("where", ["kernels", "split"])
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+def test_gaps_of_any_width_need_no_float64(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, cdf: str, digits: int
+) -> None:
+    """What is missing above t is what is spent below it; or that and so many of the last digits of the
+    budget."""
+    kernels = request.getfixturevalue(where)
+    leave_hard_rows_out(kernels, monkeypatch)
+    gap, tau = torch.tensor([14.0, 22.0, 40.0, 62.0, 100.0, 130.0, 160.0, 300.0, 2000.0]), 2.0**-10
+    up = torch.tensor([0.0, 0.0, 0.0, 0.25, 1.5, 90.0, 400.0])  # beyond the ends of the gap, in tau
+    down = torch.tensor([0.0, 0.5, 3.0, 3.0, 20.0, 150.0, 700.0, 900.0, 1000.0, 2000.0, 5000.0])
+    x = torch.cat([gap[:, None] / 2 + up, -gap[:, None] / 2 - down], 1) * tau + 2
+    w = 10 ** (3 * torch.rand(18, generator=torch.Generator().manual_seed(0)) - 2)
+    spent = w[:7].double().sum()
+    budget = spent * (1 + digits * 2.0**-52)
+    rest = budget - spent
+    y, hi, lo = kernels.soft_budget(
+        x, w.expand_as(x), budget.expand(len(x)), *numbers(tau), cdf, 0.0, "score", False
+    )
+    assert not y.isnan().any()
+    z = ((x.double() - hi[:, None]) - lo[:, None]) / tau
+    log_tail = {
+        "logistic": lambda z: -torch.nn.functional.softplus(z),
+        "laplace": lambda z: -z - math.log(2),
+        "normal": lambda z: torch.special.log_ndtr(-z),
+    }[cdf]
+    log_w = w.double().log()
+    missing = (log_tail(z[:, :7]) + log_w[:7]).logsumexp(1)
+    over = (log_tail(-z[:, 7:]) + log_w[7:]).logsumexp(1)
+    if digits > 0:
+        missing = torch.logaddexp(missing, rest.log())
+    elif digits < 0:
+        over = torch.logaddexp(over, (-rest).log())
+    torch.testing.assert_close(missing, over, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("cdf", ["uniform", "power"])
+def test_where_no_entry_is_taken_in_part_t_is_the_middle_of_the_gap(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str
+) -> None:
+    """At its end one entry alone would decide what more of the budget is worth."""
+    leave_hard_rows_out(kernels, monkeypatch)
+    x = torch.randn(64, 50, generator=torch.Generator().manual_seed(1)).sort(descending=True).values
+    w = torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) + 0.1
+    up, down = x[:, 9].double(), x[:, 10].double()
+    for tau in (0.01, 1e-4):
+        _, hi, lo = kernels.soft_budget(
+            x, w, w[:, :10].double().sum(-1), *numbers(tau), cdf, CDFS[cdf], "score", False
+        )
+        wide = up - down > 1.01 * tau
+        middle = (up - tau + down) / 2
+        torch.testing.assert_close((hi + lo)[wide], middle[wide], rtol=0, atol=1e-6 * tau)
+
+
 @pytest.mark.parametrize(
     ("cdf", "by", "long"),
     [("logistic", "score", False), ("uniform", "score", False), ("logistic", "value", True)],
