@@ -23,48 +23,33 @@ HERE = Path(__file__).resolve().parent
 COPY = "kernels"  # where a source distribution has them
 KERNELS = HERE / COPY if (HERE / COPY).exists() else HERE.parent / "csrc"
 # As in ../setup.py: one copy per instruction set, of which the first takes longest.
-SOURCES = [
-    KERNELS / "simd" / f"{name}.cpp" for name in ("isa_avx512", "isa_avx2", "isa_baseline", "choose_isa")
-]
-
-
-def made(source: str) -> str | None:
-    """The object of a file of kernels that a build of khot has left."""
-    folder = os.environ.get("KHOT_JAX_OBJECTS")
-    if not folder:
-        return None
-    there = Path(folder, Path(source).stem + ".o")
-    latest = max(path.stat().st_mtime for path in KERNELS.rglob("*.[hc]*"))
-    return str(there) if there.is_file() and there.stat().st_mtime > latest else None
+SOURCES = ("isa_avx512", "isa_avx2", "isa_baseline", "choose_isa")
+# What each is for stands in ../setup.py.
+FLAGS = "-O2 -fvect-cost-model=dynamic -std=c++17 -ffp-contract=fast -fvisibility=hidden -Wno-psabi -g0"
 
 
 class Build(build_ext):
     """The library, which is no extension module: it is loaded by ctypes, and knows nothing of Python."""
 
-    def run(self) -> None:
-        try:
-            super().run()
-        except Exception as error:
-            print(f"khot_jax: the CPU kernels were not built: {error}", file=sys.stderr)
-
     def build_extension(self, ext: Extension) -> None:
         import jax
 
+        latest = max(path.stat().st_mtime for path in KERNELS.rglob("*.[hc]*"))
+
         def compiled(source: str) -> list[str]:
-            if there := made(source):
-                return [there]
+            made = Path(os.environ.get("KHOT_JAX_OBJECTS") or os.devnull, f"{Path(source).stem}.o")
+            if made.is_file() and made.stat().st_mtime > latest:
+                return [str(made)]
             print(f"khot_jax: compiling {os.path.basename(source)}", file=sys.stderr, flush=True)
-            directory = os.path.join(self.build_temp, Path(source).stem)
-            # a relative path, so that the object lies in that directory
             return self.compiler.compile(
-                [os.path.relpath(source)],
-                output_dir=directory,
+                [source],
+                output_dir=self.build_temp,
                 include_dirs=[str(KERNELS), str(HERE / "csrc"), jax.ffi.include_dir()],
                 extra_postargs=ext.extra_compile_args,
             )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            sources = [*map(str, SOURCES), *ext.sources]
+            sources = [*(str(KERNELS / "simd" / f"{name}.cpp") for name in SOURCES), *ext.sources]
             objects = [each for found in pool.map(compiled, sources) for each in found]
         target = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -90,24 +75,17 @@ class Source(sdist):
         super().make_release_tree(base_dir, files)
         for path in KERNELS.rglob("*"):
             room = path.relative_to(KERNELS)
-            if path.suffix in (".h", ".cpp") and room.parts[0] not in ("bindings", "eager"):
-                self._add(path, Path(base_dir, COPY, room))
-        for name in ("rows.h", "share.h"):
-            self._add(KERNELS / "bindings" / name, Path(base_dir, COPY, "bindings", name))
-
-    def _add(self, path: Path, to: Path) -> None:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, to)
+            ours = room.parts[0] not in ("bindings", "eager") or path.name in ("rows.h", "share.h")
+            if ours and path.suffix in (".h", ".cpp"):
+                to = Path(base_dir, COPY, room)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, to)
 
 
 kernels = Extension(
     "khot_jax._kernels",
     ["csrc/ffi.cpp"],
-    extra_compile_args=[
-        # what each is for stands in ../setup.py
-        *("-O2", "-fvect-cost-model=dynamic", "-std=c++17", "-ffp-contract=fast", "-fvisibility=hidden"),
-        *("-Wno-psabi", "-g0"),
-    ],
+    extra_compile_args=FLAGS.split(),
     extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
     optional=True,
 )

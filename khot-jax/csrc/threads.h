@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -24,14 +23,10 @@ struct InPool {
 
 inline int64_t threads() { return pool == nullptr ? 1 : std::max<int64_t>(1, pool->num_threads()); }
 
-// body(i) for every i < count. The caller works, too, and waits only for tasks that have begun, so that a
-// pool whose threads are all busy cannot make it wait for ever.
-inline void parallel(int64_t count, const std::function<void(int64_t)>& body) {
-  const int64_t helpers = std::min(threads(), count) - 1;
-  if (helpers <= 0) {
-    for (int64_t i = 0; i < count; ++i) body(i);
-    return;
-  }
+// body(begin, end) for all of count, `grain` at a time. The caller works, too, and waits only for tasks that
+// have begun, so that a pool whose threads are all busy cannot make it wait for ever.
+template <class Body>
+void ranges(int64_t count, int64_t grain, const Body& body) {
   struct Shared {
     std::atomic<int64_t> next{0};
     std::mutex mutex;
@@ -40,29 +35,27 @@ inline void parallel(int64_t count, const std::function<void(int64_t)>& body) {
     bool closed = false;
   };
   const auto shared = std::make_shared<Shared>();
-  const auto* work = &body;  // no task touches it after `closed`
-  for (int64_t i = 0; i < helpers; ++i) {
-    pool->Schedule([shared, work, count] {
+  const int64_t pieces = (count + grain - 1) / grain;
+  // no task touches `body` after `closed`
+  const auto work = [&body, count, grain, pieces, shared = shared.get()] {
+    for (int64_t i; (i = shared->next++) < pieces;) body(i * grain, std::min(count, (i + 1) * grain));
+  };
+  for (int64_t i = 1; i < std::min(threads(), pieces); ++i) {
+    pool->Schedule([shared, work] {
       {
         const std::lock_guard<std::mutex> lock(shared->mutex);
         if (shared->closed) return;
         ++shared->working;
       }
-      for (int64_t i; (i = shared->next++) < count;) (*work)(i);
+      work();
       const std::lock_guard<std::mutex> lock(shared->mutex);
       if (--shared->working == 0) shared->idle.notify_one();
     });
   }
-  for (int64_t i; (i = shared->next++) < count;) body(i);
+  work();
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->closed = true;
   shared->idle.wait(lock, [&] { return shared->working == 0; });
-}
-
-template <class Body>
-void ranges(int64_t count, int64_t grain, const Body& body) {
-  parallel((count + grain - 1) / grain,
-           [&](int64_t i) { body(i * grain, std::min(count, (i + 1) * grain)); });
 }
 
 }  // namespace khot
