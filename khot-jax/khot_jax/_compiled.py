@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -12,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from khot_jax import _root
-
 try:
     # primitives whose lowering asks which devices there are, as custom_partitioning does
-    from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
+    from jax._src.dispatch import prim_requires_devices_during_lowering as needs_devices
 except ImportError:  # then calls are not split over devices, and XLA gathers their operands
-    _needs_devices = None
+    needs_devices: set[Primitive] | None = None
 # without it the partitioner of jax 0.6 asks a function, `inferred`
 _NAMES_WHOLE_FACTORS = "need_replication_factors" in signature(custom_partitioning.def_partition).parameters
 
-__all__ = ["call", "instruction_set", "register", "takes_value"]
+__all__ = ["call", "instruction_set", "needs_devices"]
 
-TARGETS = ("topk", "topk_pull", "budget", "budget_pull", "mask", "order", "order_pull")
+# Of each the operands and results are those of the primitive of this name
+KERNELS = ("khot_solve", "khot_pull", "khot_mask", "khot_order", "khot_order_pull")
 
 
 @functools.cache
@@ -42,9 +43,8 @@ def _library() -> ctypes.CDLL | None:
         if path is None:
             raise OSError("it was installed without a C++ compiler")
         library = ctypes.CDLL(str(path))
-        for name in TARGETS:
-            function = jax.ffi.pycapsule(getattr(library, f"khot_{name}"))
-            jax.ffi.register_ffi_target(f"khot_{name}", function, platform="cpu")
+        for name in KERNELS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except Exception as error:
         warnings.warn(
             f"khot_jax runs without its compiled CPU kernels, on the pure engine, which takes 5 to 20 times "
@@ -62,32 +62,21 @@ def instruction_set() -> str | None:
     return None if library is None else library.khot_isa().decode()
 
 
-def takes_value(name: str | None) -> bool:
-    """Whether the compiled kernels of a CDF take its density from its value."""
-    return name in ("logistic", "laplace")
+def call(
+    name: str, operands: Sequence[Array], results_of: Callable[..., Any], params: dict[str, Any]
+) -> Sequence[Array] | None:
+    """What a primitive is on a CPU: a compiled kernel; None where there is none for these operands."""
+    x = operands[0]
+    if name not in KERNELS or x.dtype == jnp.float64 or x.size == 0 or _library() is None:
+        return None
+    attributes = params["law"].attributes(x.shape[-1]) if params else {}
+    if attributes is None:
+        return None
 
+    def run(*operands: Array) -> Sequence[Array]:
+        return jax.ffi.ffi_call(name, results_of(operands, params))(*operands, **attributes)
 
-def call(name: str, body: Callable[..., Sequence[Array]], *operands: Array, **params: Any) -> Sequence[Array]:
-    """What a primitive is on a CPU: a compiled kernel, or its body where there is none for these operands."""
-    run = _CALLS.get(name)
-    cdf = getattr(params.get("law"), "cdf", None)
-    if (
-        run is None
-        or (cdf is not None and cdf.compiled is None)
-        or _library() is None
-        or operands[0].size == 0
-    ):
-        return body(*operands, **params)
-    run = functools.partial(run, **params)
-    return (
-        run(*operands) if _needs_devices is None or operands[0].ndim == 1 else _where_rows_are(run, operands)
-    )
-
-
-def register(p: Primitive) -> None:
-    """Has to know a primitive that :func:`call` serves."""
-    if _needs_devices is not None:
-        _needs_devices.add(p)
+    return run(*operands) if needs_devices is None or x.ndim == 1 else _where_rows_are(run, operands)
 
 
 def _where_rows_are(run: Callable[..., Sequence[Array]], operands: Sequence[Array]) -> Sequence[Array]:
@@ -96,8 +85,8 @@ def _where_rows_are(run: Callable[..., Sequence[Array]], operands: Sequence[Arra
     axes = [f"b{i}" for i in range(len(batch))]
 
     def factors(shapes: Sequence[Any]) -> str:
-        rest = (["n"] if each.shape[-1:] != (0,) else ["z"] for each in shapes if each.ndim > len(batch))
-        return ", ".join(" ".join(axes + (next(rest) if each.ndim > len(batch) else [])) for each in shapes)
+        lasts = ([f"n{size}" for size in each.shape[len(batch) :]] for each in shapes)
+        return ", ".join(" ".join([*axes, *last]) for last in lasts)
 
     def along_batch(mesh: Any, each: Any) -> NamedSharding:
         spec = [*each.sharding.spec, *[None] * each.ndim][: len(batch)]
@@ -117,60 +106,7 @@ def _where_rows_are(run: Callable[..., Sequence[Array]], operands: Sequence[Arra
     results = jax.eval_shape(run, *operands)
     split = custom_partitioning(lambda *given: tuple(run(*given)))
     rule = f"{factors(operands)} -> {factors(results)}"
-    last = tuple(each for each in ("n", "z") if each in rule.split())
+    last = tuple(sorted(set(re.findall(r"n\d+", rule))))
     whole = {"need_replication_factors": last} if _NAMES_WHOLE_FACTORS else {}
     split.def_partition(partition, inferred, sharding_rule=rule, **whole)
     return split(*operands)
-
-
-def _like(x: Array, *, row: bool = False, empty: bool = False, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    shape = x.shape[:-1] if row else (*x.shape[:-1], 0) if empty else x.shape
-    return jax.ShapeDtypeStruct(shape, x.dtype if dtype is None else dtype)
-
-
-def _attributes(law: Any, cost: Array | None) -> dict[str, Any]:
-    named = {"cdf": law.cdf.compiled, "output": law.output, "shape": law.cdf.parameter}
-    if cost is not None:
-        named["slack"] = _root.rounding(cost.shape[-1], cost)
-    return named
-
-
-def _solve(*operands: Array, law: Any) -> Sequence[Array]:
-    x, goal, _, *cost = operands
-    target = "khot_budget" if law.cost else "khot_topk"
-    pair = _like(x, row=True, dtype=goal.dtype)
-    results = (_like(x, empty=law.output == "threshold"), pair, pair)
-    return jax.ffi.ffi_call(target, results)(*operands, **_attributes(law, cost[0] if cost else None))
-
-
-def _pull(*operands: Array, law: Any) -> Sequence[Array]:
-    x, _, hi = operands[:3]
-    cost = operands[5] if law.cost else None
-    target = "khot_budget_pull" if law.cost else "khot_topk_pull"
-    number = _like(x, row=True, dtype=hi.dtype)
-    results = (_like(x), number, number, *(() if cost is None else (_like(cost),)))
-    dx, dgoal, dtau, *dcost = jax.ffi.ffi_call(target, results)(*operands, **_attributes(law, cost))
-    return [dx, dgoal, *([dtau] if law.tau else []), *dcost]
-
-
-def _mask(x: Array, k: Array) -> Sequence[Array]:
-    return [jax.ffi.ffi_call("khot_mask", _like(x))(x, k)]
-
-
-def _order(x: Array, tau: Array, *, law: Any) -> Sequence[Array]:
-    call = jax.ffi.ffi_call("khot_order", _like(x))
-    return [call(x, tau, what=law.what, descending=law.descending)]
-
-
-def _order_pull(x: Array, tau: Array, v: Array, *, law: Any) -> Sequence[Array]:
-    call = jax.ffi.ffi_call("khot_order_pull", (_like(x), _like(x, row=True)))
-    return call(x, tau, v, what=law.what, descending=law.descending)
-
-
-_CALLS: dict[str, Callable[..., Sequence[Array]]] = {
-    "khot_solve": _solve,
-    "khot_pull": _pull,
-    "khot_mask": _mask,
-    "khot_order": _order,
-    "khot_order_pull": _order_pull,
-}

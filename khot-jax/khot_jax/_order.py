@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from khot_jax import _arguments as arguments
 from khot_jax import cdfs
-from khot_jax._primitives import bind, define, derivatives, zeros
+from khot_jax._primitives import arrays, bind, define, linear
 from khot_jax._threshold import solve
 from khot_jax.cdfs import CDF, Laplace
 
@@ -68,7 +68,7 @@ def soft_rank(
     F, sign, rows, tau = _given(x, axis, tau, cdf, descending, where)
     wide, last = rows.astype(tau.dtype), math.inf * sign
     if isinstance(F, Laplace):
-        ranks = _ordered(wide, tau, "rank", descending)
+        (ranks,) = bind(_order, wide, tau, law=Order("rank", descending))
     else:
         ranks = _count(sign * wide, sign * wide, tau, F) + 0.5
     if where is not None:
@@ -117,7 +117,7 @@ def soft_sort(
     F, sign, rows, tau = _given(x, axis, tau, cdf, descending, where)
     wide, n = rows.astype(tau.dtype), rows.shape[-1]
     if isinstance(F, Laplace):
-        values = _ordered(wide, tau, "sort", descending)
+        (values,) = bind(_order, wide, tau, law=Order("sort", descending))
     else:
         level = lambda i: _level(-sign * wide, i + 0.5, tau, F)
         values = -sign * jnp.moveaxis(lax.map(level, jnp.arange(n, dtype=tau.dtype)), 0, -1)
@@ -135,7 +135,7 @@ def _given(
     arguments.flag(descending, "descending")
     sign = -1 if descending else 1
     rows = arguments.rows(x, axis, where, fill=math.inf * sign)
-    return F, sign, rows, arguments.per_row(tau, "tau", rows, low_open=True)
+    return F, sign, rows, arguments.per_row(tau, "tau", rows, positive=True)
 
 
 def soft_quantile(
@@ -171,17 +171,16 @@ def soft_quantile(
     """
     F = cdfs.resolve(cdf)
     rows = arguments.rows(x, axis, where)
-    tau = arguments.per_row(tau, "tau", rows, low_open=True)
+    tau = arguments.per_row(tau, "tau", rows, positive=True)
     arguments.per_row(q, "q", rows[..., 0], high=1) if jnp.ndim(q) == 0 else None
     q = jnp.asarray(q, tau.dtype)
     if q.ndim > 1:
         raise ValueError(f"q must have at most one axis, but has the shape {q.shape}")
     count = arguments.selected(where, x, axis).sum(-1).astype(tau.dtype)
-    wide = rows.astype(tau.dtype)
 
     def of(q: Array) -> Array:
         level = jnp.where((q >= 0) & (q <= 1) & (count > 0), 0.5 + (1 - q) * (count - 1), jnp.nan)
-        return _level(wide, level, tau, F).astype(rows.dtype)
+        return _level(rows.astype(tau.dtype), level, tau, F).astype(rows.dtype)
 
     return jax.vmap(of)(q) if q.ndim else of(q)
 
@@ -195,25 +194,18 @@ def _level(x: Array, level: Any, tau: Array, F: CDF) -> Array:
     high, low = (x == jnp.inf).sum(-1), (x == -jnp.inf).sum(-1)
     above, below = level <= high, (level >= x.shape[-1] - low) & (low > 0)
     finite = ~(above & (high > 0)) & ~below
-    _, hi, lo = solve(
-        x, jnp.where(finite, level, 0.5 * (high + x.shape[-1] - low)), tau, None, F, "threshold"
-    )
-    t = (hi + F.median * tau) + lo
-    ends = jnp.where(below, -jnp.inf, jnp.inf)
+    goal = jnp.where(finite, level, 0.5 * (high + x.shape[-1] - low))
+    _, hi, lo = solve(x, goal, tau, None, F, "threshold")
+    t = jnp.where(finite, (hi + F.median * tau) + lo, jnp.where(below, -jnp.inf, jnp.inf))
     bad = jnp.isnan(x).any(-1) | ~((tau > 0) & (tau < jnp.inf)) | jnp.isnan(level)
-    return jnp.where(bad, jnp.nan, jnp.where(finite, t, ends))
+    return jnp.where(bad, jnp.nan, t)
 
 
 def _count(x: Array, at: Array, tau: Array, F: CDF) -> Array:
     """The soft count of x at each entry of ``at``, from below, under F with its median moved to 0."""
-
-    @jax.checkpoint
-    def one(a: Array) -> Array:
-        same = jnp.isinf(x) & (x == a[..., None])
-        z = jnp.where(same, 0, a[..., None] - jnp.where(same, 0, x)) / tau[..., None]
-        z = jnp.where(same, 0, z)
-        return F.cdf(z + F.median).sum(-1)
-
+    most = float(jnp.finfo(x.dtype).max) / 4
+    finite, at = jnp.clip(x, -most, most), jnp.clip(at, -most, most)
+    one = jax.checkpoint(lambda a: F.cdf((a[..., None] - finite) / tau[..., None] + F.median).sum(-1))
     counts = jnp.moveaxis(lax.map(one, jnp.moveaxis(at, -1, 0)), 0, -1)
     bad = jnp.isnan(x).any(-1) | ~((tau > 0) & (tau < jnp.inf))
     return jnp.where(bad[..., None], jnp.nan, counts)
@@ -229,108 +221,79 @@ class Order:
     what: str  # "rank" or "sort"
     descending: bool
 
-    @property
-    def known(self) -> int:
-        """x and tau."""
-        return 2
+    known = 2  # x and tau
+    moved = (0, 1)
 
-
-def _ordered(x: Array, tau: Array, what: str, descending: bool) -> Array:
-    (values,) = bind(_order, x, tau, law=Order(what, descending))
-    return values
+    def attributes(self, _: int) -> dict[str, Any]:
+        """What the compiled kernels ask for."""
+        return {"what": self.what, "descending": self.descending}
 
 
 def _order_body(x: Array, tau: Array, *, law: Order) -> list[Array]:
     """By one sort and two scans, in logarithms: sums of exp(−distance) underflow between far entries."""
     n = x.shape[-1]
-    bad = jnp.isnan(x).any(-1) | ~((tau > 0) & (tau < jnp.inf))
     if n == 0:
         return [x]
+    bad = jnp.isnan(x).any(-1) | ~((tau > 0) & (tau < jnp.inf))
     order = jnp.argsort(lax.stop_gradient(x), axis=-1)
     s = jnp.take_along_axis(x, order, -1)
-    below, above = _distance(s[..., :-1]), _distance(s[..., 1:])
-    apart = jnp.where(below == above, 0, (above - below) / tau[..., None])
-    gap = jnp.minimum(jnp.where(jnp.isfinite(apart), apart, FAR), FAR)
-    from_below = _decayed(gap)
-    from_above = _decayed(gap[..., ::-1])[..., ::-1]
+    most = jnp.finfo(x.dtype).max / 4
+    distance = jnp.diff(jnp.clip(s, -most, most))
+    apart = jnp.where(distance == 0, 0, distance / tau[..., None])
+    gap = jnp.where(apart < FAR, apart, FAR)
+    far = jnp.full_like(s[..., :1], FAR)
+    # log Σ exp(−distance/τ) of the entries up to each one, and of those from it on
+    below = _decayed(jnp.concatenate([far, gap], -1), False)
+    above = _decayed(jnp.concatenate([gap, far], -1), True)
     place = jnp.arange(n, dtype=x.dtype)
-    excess = 0.5 * (jnp.exp(from_below) - jnp.exp(from_above))
+    excess = 0.5 * (jnp.exp(below) - jnp.exp(above))
     if law.what == "rank":
         ranks = place + 1 - excess
         ranks = n + 1 - ranks if law.descending else ranks
         values = jnp.take_along_axis(ranks, jnp.argsort(order, axis=-1), -1)
     else:
-        values = _sorted(s, gap, from_below, from_above, excess, place, tau)
+        # how many entries lie at or below the place from above
+        search = jnp.vectorize(functools.partial(jnp.searchsorted, side="right"), signature="(n),(m)->(m)")
+        count = search(lax.stop_gradient(place - excess), place)
+        # of the entries around a place
+        at = lambda array: jnp.take_along_axis(array, count, -1)
+        lower, upper = at(jnp.concatenate([s[..., :1], s], -1)), at(jnp.concatenate([s, s[..., -1:]], -1))
+        B, A = at(jnp.concatenate([-far, below], -1)), at(jnp.concatenate([above, -far], -1))
+        apart = at(jnp.concatenate([far, gap, far], -1))
+        # measured from the lower one, or from the upper one if that is none, or infinite
+        at_lower = (count > 0) & jnp.isfinite(lower)
+        A, B = jnp.where(at_lower, A - apart, A), jnp.where(at_lower, B, B - apart)
+        values = jnp.where(at_lower, lower, upper) + tau[..., None] * _between(A, B, place - count + 0.5)
+        values = jnp.where(jnp.isfinite(s), values, s)
         values = values[..., ::-1] if law.descending else values
     return [jnp.where(bad[..., None], jnp.nan, values)]
 
 
-def _distance(s: Array) -> Array:
-    """s with the greatest numbers in place of infinities."""
-    return jnp.clip(s, -jnp.finfo(s.dtype).max / 4, jnp.finfo(s.dtype).max / 4)
-
-
-def _decayed(gap: Array) -> Array:
-    """log Σ_{j<i} exp(−(s_i − s_j)) of rows that ascend, from the distances of neighbours."""
+def _decayed(gap: Array, reverse: bool) -> Array:
+    """log Σ_{j≤i} exp(−(s_i − s_j)), from the distances of neighbours."""
 
     def join(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         return jnp.maximum(a[0] + b[0], -FAR), jnp.logaddexp(jnp.maximum(a[1] + b[0], -FAR), b[1])
 
-    if gap.shape[-1] == 0:
-        return jnp.full((*gap.shape[:-1], 1), -FAR, gap.dtype)
-    first = jnp.full_like(gap[..., :1], -FAR)
-    _, sums = lax.associative_scan(join, (-gap, -gap), axis=-1)
-    return jnp.concatenate([first, sums], -1)
+    return lax.associative_scan(join, (-gap, jnp.zeros_like(gap)), reverse=reverse, axis=gap.ndim - 1)[1]
 
 
-def _sorted(
-    s: Array, gap: Array, from_below: Array, from_above: Array, excess: Array, place: Array, tau: Array
-) -> Array:
-    """Where the count from above is n − ½ − p, for p = 0, …, n − 1: in closed form between neighbours."""
-    n = s.shape[-1]
-    # the last entry at or below the level, −1 if it lies below all
-    search = functools.partial(jnp.searchsorted, side="right")
-    for _ in range(s.ndim - 1):
-        search = jax.vmap(search, in_axes=(0, None))
-    lower = search(lax.stop_gradient(place - excess), place) - 1
-    take = lambda values, at: jnp.take_along_axis(values, jnp.clip(at, 0, values.shape[-1] - 1), -1)
-    inside = (lower >= 0) & (lower < n - 1)
-    apart = jnp.where(inside, take(gap, lower), FAR) if n > 1 else jnp.full_like(s, FAR)
-    half = math.log(0.5)
-    has_below, has_above = lower >= 0, lower < n - 1
-    B = jnp.where(has_below, half + jnp.logaddexp(take(from_below, lower), 0), -FAR)
-    A = jnp.where(has_above, half + jnp.logaddexp(take(from_above, lower + 1), 0), -FAR)
-    # measured from the lower neighbour, or from the upper one if that is none, or infinite
-    at_lower = has_below & jnp.isfinite(take(s, lower))
-    anchor = jnp.where(at_lower, take(s, lower), take(s, lower + 1))
-    A = jnp.where(at_lower, A - apart, A)
-    B = jnp.where(at_lower, B, B - apart)
-    m = place - lower - 0.5  # what is above less the level
-    length = 0.5 * (A + B) + math.log(2)
+def _between(A: Array, B: Array, m: Array) -> Array:
+    """d with ½e^(A + d) − ½e^(B − d) = m, what is above less the level."""
+    length = 0.5 * (A + B)
     size = jnp.log(jnp.abs(m))
     large = size - length > math.log(LARGE)
-    far = jnp.where(m > 0, size - A, B - size)
-    near = 0.5 * (B - A) + jnp.arcsinh(m * jnp.exp(-jnp.where(large, 0, length)))
-    t = anchor + tau[..., None] * jnp.where(large, far, near)
-    return jnp.where(jnp.isfinite(s), t, s)
+    far = jnp.where(m > 0, size - A + math.log(2), B - size - math.log(2))
+    return jnp.where(large, far, 0.5 * (B - A) + jnp.arcsinh(m * jnp.exp(-jnp.where(large, 0, length))))
 
 
 def _order_push(x: Array, tau: Array, dx: Array, dtau: Array, *, law: Order) -> list[Array]:
     return list(jax.jvp(functools.partial(_order_body, law=law), (x, tau), (dx, dtau))[1])
 
 
-def _order_pull(x: Array, tau: Array, v: Array, *, law: Order) -> list[Array]:
-    return list(jax.vjp(functools.partial(_order_body, law=law), x, tau)[1]([v]))
-
-
-_order = define("khot_order", _order_body)
-_push = define("khot_order_push", _order_push)
-_pull = define("khot_order_pull", _order_pull)
-
-
 def _order_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, law: Order) -> tuple[Any, Any]:
-    results = bind(_order, *primals, law=law)
-    return results, bind(_push, *primals, *zeros(tangents), law=law)
+    return bind(_order, *primals, law=law), bind(_push, *primals, *arrays(tangents), law=law)
 
 
-derivatives(_order, _order_jvp, _push, _pull)
+_push = linear("khot_order", _order_push)
+_order = define("khot_order", _order_body, _order_jvp)

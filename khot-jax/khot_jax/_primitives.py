@@ -25,27 +25,31 @@ from jax.interpreters import ad, batching, mlir
 
 from khot_jax import _compiled
 
-__all__ = ["bind", "define", "derivatives", "is_zero", "zeros"]
+__all__ = ["arrays", "bind", "define", "linear"]
+
+Body = Callable[..., Sequence[Array]]
 
 
-_BODIES: dict[Primitive, Callable[..., Sequence[Array]]] = {}
-
-
-def define(name: str, body: Callable[..., Sequence[Array]]) -> Primitive:
+def define(name: str, body: Body, jvp: Callable[..., Any] | None = None) -> Primitive:
     """A primitive whose operands share their leading axes, with rules for batching and lowering."""
     p = Primitive(name)
-    _BODIES[p] = body
     p.multiple_results = True
 
     @functools.cache
     def compiled(**params: Any) -> Callable[..., Any]:
         return jax.jit(functools.partial(p.bind, **params))
 
+    @functools.cache
+    def shapes(*operands: Any, **params: Any) -> Sequence[jax.ShapeDtypeStruct]:
+        return jax.eval_shape(functools.partial(body, **params), *operands)
+
+    def results_of(operands: Sequence[Any], params: Any) -> Sequence[jax.ShapeDtypeStruct]:
+        return shapes(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands), **params)
+
     def abstract(*operands: Any, **params: Any) -> list[Any]:
-        plain = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands]
-        results = jax.eval_shape(functools.partial(body, **params), *plain)
         # inside shard_map they vary over the axes that the operands vary over (bind)
         like = operands[0]
+        results = results_of(operands, params)
         return [like.update(shape=each.shape, dtype=each.dtype, weak_type=False) for each in results]
 
     def batched(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -57,11 +61,17 @@ def define(name: str, body: Callable[..., Sequence[Array]]) -> Primitive:
         results = bind(p, *aligned, **params)
         return results, (0,) * len(results)
 
+    def on_cpu(*operands: Array, **params: Any) -> Sequence[Array]:
+        results = _compiled.call(name, operands, results_of, params)
+        return body(*operands, **params) if results is None else results
+
     p.def_impl(lambda *operands, **params: compiled(**params)(*operands))
     p.def_abstract_eval(abstract)
     batching.primitive_batchers[p] = batched
-    _compiled.register(p)
-    on_cpu = functools.partial(_compiled.call, name, body)
+    if jvp is not None:
+        ad.primitive_jvps[p] = jvp
+    if _compiled.needs_devices is not None:
+        _compiled.needs_devices.add(p)
     mlir.register_lowering(p, mlir.lower_fun(body, multiple_results=True))
     mlir.register_lowering(p, mlir.lower_fun(on_cpu, multiple_results=True), platform="cpu")
     return p
@@ -89,27 +99,27 @@ def _varying(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
 
 
-def derivatives(solve: Primitive, rule: Callable[..., Any], push: Primitive, pull: Primitive) -> None:
-    """The rules of an operator, of which ``rule`` is the jvp of solve."""
-    ad.primitive_jvps[solve] = rule
-    for p, other in ((push, pull), (pull, push)):
-        ad.primitive_jvps[p] = _linear_jvp(p)
+def linear(name: str, push: Body) -> Primitive:
+    """A primitive that is linear in its last operands, tangents of those at ``law.moved``, and its pull."""
+
+    def pull(*operands: Array, law: Any) -> Sequence[Array]:
+        known, gradients = operands[: law.known], operands[law.known :]
+        of_moves = lambda *moves: push(*known, *moves, law=law)
+        return jax.linear_transpose(of_moves, *(known[i] for i in law.moved))(list(gradients))
+
+    pushing, pulling = define(f"{name}_push", push), define(f"{name}_pull", pull)
+    for p, body, other in ((pushing, push, pulling), (pulling, pull, pushing)):
+        ad.primitive_jvps[p] = _linear_jvp(p, body)
         ad.primitive_transposes[p] = _transpose(other)
+    return pushing
 
 
-def zeros(tangents: Sequence[Any]) -> list[Any]:
+def arrays(tangents: Sequence[Any]) -> list[Array]:
     """The tangents, of which those that are known to be zero become arrays."""
     return [ad.instantiate_zeros(each) for each in tangents]
 
 
-def is_zero(tangent: Any) -> bool:
-    """Whether a tangent is known to be zero."""
-    return type(tangent) is ad.Zero
-
-
-def _linear_jvp(p: Primitive) -> Callable[..., Any]:
-    body = _BODIES[p]
-
+def _linear_jvp(p: Primitive, body: Body) -> Callable[..., Any]:
     @functools.partial(jax.jit, static_argnames="law")
     def moved_body(known: Any, linear: Any, steps: Any, law: Any) -> Any:
         return jax.jvp(lambda *given: body(*given, *linear, law=law), known, steps)[1]
@@ -118,11 +128,11 @@ def _linear_jvp(p: Primitive) -> Callable[..., Any]:
         results = bind(p, *primals, law=law)
         known, linear = primals[: law.known], primals[law.known :]
         parts = []
-        if not all(map(is_zero, tangents[law.known :])):
-            parts.append(bind(p, *known, *zeros(tangents[law.known :]), law=law))
-        if not all(map(is_zero, tangents[: law.known])):
-            steps = zeros(tangents[: law.known])
-            parts.append(moved_body(tuple(known), tuple(linear), tuple(steps), law=law))
+        of_known, of_linear = tangents[: law.known], tangents[law.known :]
+        if any(type(each) is not ad.Zero for each in of_linear):
+            parts.append(bind(p, *known, *arrays(of_linear), law=law))
+        if any(type(each) is not ad.Zero for each in of_known):
+            parts.append(moved_body(tuple(known), tuple(linear), tuple(arrays(of_known)), law=law))
         return results, [sum(each[1:], each[0]) for each in zip(*parts, strict=True)]
 
     return rule
@@ -131,7 +141,7 @@ def _linear_jvp(p: Primitive) -> Callable[..., Any]:
 def _transpose(other: Primitive) -> Callable[..., Any]:
     def rule(gradients: Sequence[Any], *operands: Any, law: Any) -> list[Any]:
         known, linear = operands[: law.known], operands[law.known :]
-        results = bind(other, *known, *zeros(gradients), law=law)
+        results = bind(other, *known, *arrays(gradients), law=law)
         wanted = [
             result if ad.is_undefined_primal(each) else None
             for result, each in zip(results, linear, strict=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -12,37 +10,25 @@ __all__ = ["least", "most", "sums", "two_sum"]
 # An error of BLOCK + log(n) terms and not of n. At 512, equal scores missed the contract by a factor of 4.
 BLOCK = 64
 
-_JOIN: dict[str, Callable[[Array, Array], Array]] = {"+": jnp.add, "<": jnp.minimum, ">": jnp.maximum}
-_FIRST = {"+": 0.0, "<": jnp.inf, ">": -jnp.inf}
 
-
-def sums(*arrays: Array, least: Array | None = None, most: Array | None = None) -> tuple[Array, ...]:
-    """The sums along the last axis, then the minimum of ``least`` and the maximum of ``most``.
+def sums(*arrays: Array) -> tuple[Array, ...]:
+    """The sums along the last axis.
 
     XLA takes a loop for each reduction on a CPU, unless they are one reduction of several operands.
     """
-    kinds = "+" * len(arrays) + "<" * (least is not None) + ">" * (most is not None)
-    given = [*arrays, *(each for each in (least, most) if each is not None)]
-    while (n := given[0].shape[-1]) > 2 * BLOCK:
+    while (n := arrays[0].shape[-1]) > 2 * BLOCK:
         blocks = -(-n // BLOCK)
-        padded = [_pad(kind, each, blocks * BLOCK) for kind, each in zip(kinds, given, strict=True)]
-        given = list(_reduce(kinds, [each.reshape(*each.shape[:-1], blocks, BLOCK) for each in padded]))
-    return _reduce(kinds, given)
+        pad = [(0, 0)] * (arrays[0].ndim - 1) + [(0, blocks * BLOCK - n)]
+        arrays = _reduce(*(jnp.pad(x, pad).reshape(*x.shape[:-1], blocks, BLOCK) for x in arrays))
+    return _reduce(*arrays)
 
 
-def _pad(kind: str, array: Array, n: int) -> Array:
-    width = [(0, 0)] * (array.ndim - 1) + [(0, n - array.shape[-1])]
-    return jnp.pad(array, width, constant_values=_FIRST[kind]) if n > array.shape[-1] else array
-
-
-def _reduce(kinds: str, arrays: list[Array]) -> tuple[Array, ...]:
-    def join(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(_JOIN[kind](p, q) for kind, p, q in zip(kinds, a, b, strict=True))
-
-    if len(arrays) == 1 and kinds == "+":
+def _reduce(*arrays: Array) -> tuple[Array, ...]:
+    if len(arrays) == 1:
         return (arrays[0].sum(-1),)
-    first = tuple(jnp.asarray(_FIRST[kind], each.dtype) for kind, each in zip(kinds, arrays, strict=True))
-    return tuple(lax.reduce(tuple(arrays), first, join, (arrays[0].ndim - 1,)))
+    join = lambda a, b: tuple(map(jnp.add, a, b))
+    zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
+    return tuple(lax.reduce(arrays, zeros, join, (arrays[0].ndim - 1,)))
 
 
 def least(x: Array, where: Array) -> Array:

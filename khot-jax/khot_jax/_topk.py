@@ -1,4 +1,4 @@
-"""The soft top-k, its logarithm, and the hard mask."""
+"""The soft top-k, its logarithm, the soft budget, and the hard mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from khot_jax._primitives import bind, define
 from khot_jax._threshold import solve
 from khot_jax.cdfs import CDF
 
-__all__ = ["log_soft_topk", "soft_topk", "topk_mask"]
+__all__ = ["log_soft_topk", "soft_budget", "soft_topk", "topk_mask"]
 
 
 def soft_topk(
@@ -96,6 +96,56 @@ def log_soft_topk(
     return _soft(x, k, axis, tau, cdf, largest, where, "log")
 
 
+def soft_budget(
+    x: Any,
+    weights: Any,
+    budget: Any,
+    axis: int = -1,
+    *,
+    tau: Any = 1.0,
+    cdf: str | CDF = "logistic",
+    where: Any = None,
+) -> Array:
+    """A differentiable selection of entries with costs: the shares y that spend a budget, Σ_i w_i y_i = B.
+
+        y_i = F((x_i − t)/τ),   with the t for which Σ_i w_i y_i = B
+
+    It is :func:`soft_topk` with a sum of costs in place of the number of entries. Equal scores have equal
+    shares. With log-probabilities as x, probabilities as weights and the budget p, it is a soft top-p.
+
+    Args:
+        x: scores, of any floating-point dtype. −inf is never selected and is not paid for; +inf always.
+        weights: the costs w ≥ 0, an array of real numbers that broadcasts to x.
+        budget: B, in [0, cost of all entries that may be selected]; a number or an array that broadcasts with
+            the batch shape. A budget that exceeds all costs by the rounding of their sum pays for all.
+        axis, tau, cdf, where: as for :func:`soft_topk`.
+
+    Returns:
+        An array of x's shape and dtype, in [0, 1]. A row is NaN if it holds a NaN, a negative or infinite
+        cost, or entries of +inf that cost more than the budget, or if its budget or tau is out of range.
+
+    Differentiable in x, weights, budget and tau, exactly, in both modes and to any order.
+
+    Raises:
+        ValueError, TypeError: as for :func:`soft_topk`.
+
+    Example:
+        >>> scores, cost = jnp.array([1.0, 3.0, 2.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 4.0])
+        >>> y = khot_jax.soft_budget(scores, cost, 3.0, tau=0.5)
+        >>> print(jnp.array_str(y, precision=4))
+        [0.2416 0.9456 0.7018 0.0413]
+    """
+    F = cdfs.resolve(cdf)
+    rows = arguments.rows(x, axis, where)
+    cost = arguments.costs(weights, x, axis)
+    if where is not None:
+        cost = jnp.where(arguments.selected(where, x, axis), cost, 0)
+    goal = arguments.per_row(budget, "budget", rows)
+    tau = arguments.per_row(tau, "tau", rows, positive=True)
+    y, _, _ = solve(rows, goal, tau, cost.astype(goal.dtype), F, "y")
+    return arguments.unrows(y, axis)
+
+
 def topk_mask(x: Any, k: Any, axis: int = -1, *, largest: bool = True, where: Any = None) -> Array:
     """The hard k-hot mask: 1 for the ⌊k + ½⌋ largest entries of each row, 0 for the others.
 
@@ -128,34 +178,23 @@ def _soft(
     arguments.flag(largest, "largest")
     rows = arguments.rows(x, axis, where, largest=largest)
     k = arguments.per_row(k, "k", rows, high=rows.shape[-1])
-    tau = arguments.per_row(tau, "tau", rows, low_open=True)
+    tau = arguments.per_row(tau, "tau", rows, positive=True)
     y, _, _ = solve(rows, k, tau, None, F, output)
     return arguments.unrows(y, axis)
 
 
 def _mask_body(x: Array, k: Array) -> Sequence[Array]:
-    """The k-th largest key of each row, found bit by bit, so that k may be traced."""
-    dtype = arguments.wide(x)
-    wide = x.astype(dtype)
-    selectable, pinned = (wide != -jnp.inf).sum(-1), (wide == jnp.inf).sum(-1)
+    """What exceeds the k-th largest entry, and of those that equal it the first. k may be traced."""
+    n = x.shape[-1]
+    if n == 0:
+        return [x]
+    selectable, pinned = (x != -jnp.inf).sum(-1), (x == jnp.inf).sum(-1)
     whole = jnp.floor(k + 0.5)
-    bad = jnp.isnan(wide).any(-1) | ~((k >= 0) & (k <= selectable)) | (pinned > whole)
-    count = jnp.where(bad, 0, whole).astype(jnp.int32)
-    integer = jnp.int32 if dtype == jnp.float32 else jnp.int64
-    least = jnp.iinfo(integer).min
-    bits = lax.bitcast_convert_type(jnp.where(wide == 0, 0, wide), integer)
-    key = jnp.where(bits < 0, least - bits, bits)  # ordered as the numbers
-
-    def body(i: Array, t: Array) -> Array:
-        width = jnp.iinfo(integer).bits
-        trial = jnp.where(i == 0, jnp.zeros_like(t), t | (jnp.ones_like(t) << (width - 1 - i)))
-        enough = (key >= trial[..., None]).sum(-1) >= count
-        return jnp.where(enough, trial, t)
-
-    t = lax.fori_loop(0, jnp.iinfo(integer).bits, body, jnp.full(k.shape, least, integer))
-    above, tie = key > t[..., None], key == t[..., None]
-    left = count - above.sum(-1)
-    chosen = (above | (tie & (jnp.cumsum(tie, -1) <= left[..., None]))) & (count > 0)[..., None]
+    bad = jnp.isnan(x).any(-1) | ~((k >= 0) & (k <= selectable)) | (pinned > whole)
+    count = jnp.where(bad, 0, whole).astype(jnp.int32)[..., None]
+    t = jnp.take_along_axis(jnp.sort(x, -1), n - jnp.maximum(count, 1), -1)
+    above, tie = x > t, x == t
+    chosen = above | (tie & (jnp.cumsum(tie, -1) <= count - above.sum(-1, keepdims=True)))
     return [jnp.where(bad[..., None], jnp.nan, chosen).astype(x.dtype)]
 
 

@@ -41,7 +41,7 @@ class CDF:
     Attributes:
         support: the interval in which the density is positive: the whole line, or bounded on both sides.
         symmetric: whether F(−z) = 1 − F(z).
-        median, mean, variance: F⁻¹(½) and moments, which only guide the first guess.
+        median, variance: F⁻¹(½), and the variance, which only guides the first guess.
 
     Example:
         >>> class Cauchy(khot_jax.cdfs.CDF):
@@ -56,17 +56,6 @@ class CDF:
 
     support: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
     symmetric: ClassVar[bool] = False
-    compiled: ClassVar[str | None] = None  # the name of its compiled kernels
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "cdf" in vars(cls) and "compiled" not in vars(cls):
-            cls.compiled = None  # it inherits no kernels of another F
-
-    @property
-    def parameter(self) -> float:
-        """What its compiled kernels ask for besides the name."""
-        return 0.0
 
     @property
     def full_support(self) -> bool:
@@ -78,10 +67,6 @@ class CDF:
         return 0.0 if self.symmetric else _number(self, 0.5)
 
     @property
-    def mean(self) -> float:
-        return self.median
-
-    @property
     def variance(self) -> float:
         return ((_number(self, 0.75) - _number(self, 0.25)) / QUARTILES) ** 2
 
@@ -91,6 +76,7 @@ class CDF:
 
     def pdf(self, z: Array) -> Array:
         """The density f(z) = F'(z)."""
+        z = -jnp.abs(z) if self.symmetric else z  # where F has all its digits
         return jax.jvp(self.cdf, (z,), (jnp.ones_like(z),))[1]
 
     def sf(self, z: Array) -> Array:
@@ -165,25 +151,17 @@ def _number(cdf: CDF, y: float) -> float:
 class Logistic(CDF):
     """The CDF of sigmoid top-k: F(z) = σ(z) = 1/(1 + e^−z)."""
 
-    compiled: ClassVar[str | None] = "logistic"
     symmetric: ClassVar[bool] = True
     variance: ClassVar[float] = math.pi**2 / 3  # type: ignore[misc]
 
     def cdf(self, z: Array) -> Array:
         return jax.nn.sigmoid(z)
 
-    def pdf(self, z: Array) -> Array:
-        e = jnp.exp(-jnp.abs(z))
-        return e / ((1 + e) * (1 + e))
-
     def log_cdf(self, z: Array) -> Array:
         return jax.nn.log_sigmoid(z)
 
     def log_pdf(self, z: Array) -> Array:
         return -jnp.abs(z) - 2 * jnp.log1p(jnp.exp(-jnp.abs(z)))
-
-    def log_hazard(self, z: Array) -> Array:
-        return jax.nn.log_sigmoid(-z)
 
     def far(self, z: Array, change: Array) -> Array:
         return -jnp.sign(z) * change
@@ -196,16 +174,12 @@ class Logistic(CDF):
 class Laplace(CDF):
     """The CDF of LapSum: F(z) = ½e^z for z ≤ 0, 1 − ½e^−z for z > 0."""
 
-    compiled: ClassVar[str | None] = "laplace"
     symmetric: ClassVar[bool] = True
     variance: ClassVar[float] = 2.0  # type: ignore[misc]
 
     def cdf(self, z: Array) -> Array:
-        tail = 0.5 * jnp.exp(-jnp.abs(z))
+        tail = 0.5 * jnp.exp(jnp.where(z > 0, -z, z))  # not −|z|, which has no derivative at 0
         return jnp.where(z > 0, 1 - tail, tail)
-
-    def pdf(self, z: Array) -> Array:
-        return 0.5 * jnp.exp(-jnp.abs(z))
 
     def log_cdf(self, z: Array) -> Array:
         size = jnp.abs(z)
@@ -213,10 +187,6 @@ class Laplace(CDF):
 
     def log_pdf(self, z: Array) -> Array:
         return -jnp.abs(z) - math.log(2)
-
-    def log_hazard(self, z: Array) -> Array:
-        above = jnp.maximum(z, 0)
-        return -above - math.log(2) - jnp.log1p(-0.5 * jnp.exp(-above))
 
     def far(self, z: Array, change: Array) -> Array:
         return -jnp.sign(z) * change
@@ -230,18 +200,15 @@ class Laplace(CDF):
 class Normal(CDF):
     """The standard normal CDF, for a probit top-k: F(z) = Φ(z)."""
 
-    compiled: ClassVar[str | None] = "normal"
     symmetric: ClassVar[bool] = True
     variance: ClassVar[float] = 1.0  # type: ignore[misc]
 
     def cdf(self, z: Array) -> Array:
         return 0.5 * erfc(z * -math.sqrt(0.5))
 
-    def pdf(self, z: Array) -> Array:
-        return jnp.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-
     def log_cdf(self, z: Array) -> Array:
-        return log_ndtr(z)
+        # the far tail has a derivative with digits
+        return jnp.where(z < -20, self.log_pdf(z) - self.log_hazard(z), log_ndtr(jnp.maximum(z, -20.0)))
 
     def log_pdf(self, z: Array) -> Array:
         return -0.5 * z * z - 0.5 * math.log(2 * math.pi)
@@ -269,7 +236,6 @@ class Power(CDF):
     """
 
     p: float
-    compiled: ClassVar[str | None] = "power"
     support: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
@@ -284,34 +250,15 @@ class Power(CDF):
         return 1 / (self.p - 1)
 
     @property
-    def parameter(self) -> float:
-        return float(self.p)
-
-    @property
     def median(self) -> float:
         return 0.5 ** (self.p - 1)
-
-    @property
-    def mean(self) -> float:
-        return self.exponent / (self.exponent + 1)
-
-    @property
-    def variance(self) -> float:
-        return self.exponent / (self.exponent + 2) - self.mean**2
 
     def cdf(self, z: Array) -> Array:
         outside, base = self._split(z)
         return jnp.where(outside, (z > 0).astype(z.dtype), base**self.exponent)
 
-    def pdf(self, z: Array) -> Array:
-        outside, base = self._split(z)
-        f = jnp.where(outside, 0, self.exponent * base ** (self.exponent - 1))
-        return jnp.where(jnp.isnan(z), z, f)
-
     def sf(self, z: Array) -> Array:
         outside, base = self._split(z)
-        if self.p == 2:
-            return jnp.where(outside, (z <= 0).astype(z.dtype), 1 - base)
         return jnp.where(outside, (z <= 0).astype(z.dtype), -jnp.expm1(self.exponent * jnp.log(base)))
 
     def log_cdf(self, z: Array) -> Array:
@@ -338,8 +285,6 @@ class Power(CDF):
 class Uniform(Power):
     """The CDF of the Euclidean projection onto the capped simplex: :class:`Power` with p = 2."""
 
-    compiled: ClassVar[str | None] = "uniform"
-
     def __init__(self) -> None:
         super().__init__(2.0)
 
@@ -347,12 +292,11 @@ class Uniform(Power):
         return "Uniform()"
 
 
-_BY_NAME: dict[str, CDF] = {
-    "logistic": Logistic(),
-    "laplace": Laplace(),
-    "normal": Normal(),
-    "uniform": Uniform(),
-}
+_BY_NAME = {"logistic": Logistic(), "laplace": Laplace(), "normal": Normal(), "uniform": Uniform()}
+
+
+# the names of their compiled kernels
+KERNELS: dict[type[CDF], str] = {type(cdf): name for name, cdf in _BY_NAME.items()} | {Power: "power"}
 
 
 def resolve(cdf: str | CDF) -> CDF:

@@ -14,7 +14,6 @@ import pytest
 
 import khot_jax as kj
 from khot_jax import _root
-from khot_jax._implicit import Solved, pull
 from khot_jax.cdfs import resolve
 from operators import enable_x64
 
@@ -150,15 +149,8 @@ def test_dk_in_a_wide_gap(cdf: str, width: float, pure: bool) -> None:
     x = np.concatenate([near, [-width, -width]]).astype(np.float32)
     v = np.float32([1.0, -2.0, 3.0, 0.5, 4.0])
     want = dk_exactly(x, 3, 1.0, v, cdf)
-    if pure:
-        F, one = resolve(cdf), jnp.float32(1)
-        root = jax.jit(lambda x: _root.solve(x, None, 3 * one, one, F))(x)
-        solved = Solved(jnp.asarray(x), None, root.hi, root.lo, one, F, "y")
-        got = jax.jit(lambda *t: pull(solved._replace(hi=t[0], lo=t[1]), jnp.asarray(v), 0 * one, False)[1])(
-            root.hi, root.lo
-        )
-    else:
-        got = jax.grad(lambda k: (kj.soft_topk(x, k, cdf=cdf) * v).sum())(3.0)
+    F = type("Pure", (type(resolve(cdf)),), {})() if pure else cdf  # a class of one's own has no kernels
+    got = jax.grad(lambda k: (kj.soft_topk(x, k, cdf=F) * v).sum())(3.0)
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 

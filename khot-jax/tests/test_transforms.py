@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,14 @@ import khot_jax as kj
 from operators import OPERATORS, arguments, enable_x64
 
 EVERY = pytest.mark.parametrize("name", OPERATORS)
+
+
+@pytest.fixture(autouse=True)
+def compiled_in_haste() -> Iterator[None]:
+    """Compiling takes most of the time, and nothing here depends on how fast the result is."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def directions(args: tuple[Array, ...], seed: int = 1) -> tuple[Array, ...]:
@@ -33,7 +42,8 @@ def along(f: Any, args: tuple[Array, ...], moves: tuple[Array, ...], e: float = 
 @EVERY
 def test_derivatives_are_differences_in_both_modes(name: str) -> None:
     with enable_x64(True):
-        f, args = jax.jit(OPERATORS[name][0]), arguments(name, dtype=jnp.float64)
+        # without jit, so that each primitive is compiled once
+        f, args = OPERATORS[name][0], arguments(name, dtype=jnp.float64)
         moves = directions(args)
         out, tangent = jax.jvp(f, args, moves)
         assert out.dtype == jnp.float64
@@ -49,15 +59,15 @@ def test_second_derivatives_are_differences(name: str) -> None:
     with enable_x64(True):
         f, args = OPERATORS[name][0], arguments(name, n=5, dtype=jnp.float64)
         v = directions((f(*args),), 2)[0]
-        gradient = jax.jit(jax.grad(lambda *a: jnp.vdot(f(*a), v), argnums=tuple(range(len(args)))))
+        gradient = jax.grad(lambda *a: jnp.vdot(f(*a), v), argnums=tuple(range(len(args))))
         moves = directions(args)
         want = along(gradient, args, moves)
-        forward = jax.jit(lambda a, m: jax.jvp(gradient, a, m)[1])(args, moves)
+        forward = jax.jvp(gradient, args, moves)[1]
         for got, each in zip(forward, want, strict=True):
             np.testing.assert_allclose(got, each, rtol=1e-5, atol=1e-7)
         # reverse over reverse, which transposes pull
         w = directions(args, 3)
-        back = jax.jit(lambda a: jax.vjp(gradient, *a)[1](w))(args)
+        back = jax.vjp(gradient, *args)[1](w)
         np.testing.assert_allclose(
             sum(jnp.vdot(b, m) for b, m in zip(back, moves, strict=True)),
             sum(jnp.vdot(g, u) for g, u in zip(forward, w, strict=True)),
