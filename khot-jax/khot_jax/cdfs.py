@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -296,7 +296,7 @@ _BY_NAME = {"logistic": Logistic(), "laplace": Laplace(), "normal": Normal(), "u
 
 
 # the names of their compiled kernels
-KERNELS: dict[type[CDF], str] = {type(cdf): name for name, cdf in _BY_NAME.items()} | {Power: "power"}
+KERNELS: dict[Any, str] = {type(cdf): name for name, cdf in _BY_NAME.items()} | {Power: "power"}
 
 
 def resolve(cdf: str | CDF) -> CDF:
