@@ -260,8 +260,8 @@ def _order_body(x: Array, tau: Array, *, law: Order) -> list[Array]:
         lower, upper = at(jnp.concatenate([s[..., :1], s], -1)), at(jnp.concatenate([s, s[..., -1:]], -1))
         B, A = at(jnp.concatenate([-far, below], -1)), at(jnp.concatenate([above, -far], -1))
         apart = at(jnp.concatenate([far, gap, far], -1))
-        # measured from the lower one, or from the upper one if that is none, or infinite
-        at_lower = (count > 0) & jnp.isfinite(lower)
+        # measured from the one that is nearer, since the other may be so far that digits would be lost
+        at_lower = count > place
         A, B = jnp.where(at_lower, A - apart, A), jnp.where(at_lower, B, B - apart)
         values = jnp.where(at_lower, lower, upper) + tau[..., None] * _between(A, B, place - count + 0.5)
         values = jnp.where(jnp.isfinite(s), values, s)
