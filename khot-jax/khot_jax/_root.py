@@ -259,7 +259,7 @@ def _walk(row: _Row, ends: _Pair, guess: _Pair, done: Array) -> _Walk:
     """
     F, tau = row.cdf, row.tau
     info = jnp.finfo(tau.dtype)
-    # Newton's method squares the error, but at an edge of a support
+    # Newton's method squares the error, but at an edge of a support, where densities may be infinite
     enough = 8 * info.eps if not F.full_support else 2e-4 if info.bits == 32 else 1e-8
 
     def body(s: _Walk) -> _Walk:
@@ -287,7 +287,7 @@ def _walk(row: _Row, ends: _Pair, guess: _Pair, done: Array) -> _Walk:
             flat = (over == 0) & (SA + SB == 0)
         to, middle = two_sum(s.at[0], s.at[1] + step), _middle(left, right)
         stays = flat | (jnp.abs(miss) <= 0.5 * info.eps * jnp.maximum(P, Q))
-        found = jnp.abs(step) <= tau * enough
+        found = (jnp.abs(step) <= tau * enough) & (F.full_support | (jnp.abs(miss) <= 8 * enough * row.goal))
         ended = (_apart(middle, left) == 0) | (_apart(middle, right) == 0)
         to = _choose(stays, s.at, _choose(inside(step) | found, to, middle))
         new = _Walk(to, left, right, flat, stays | found | ended, s.passes + 1)
