@@ -227,8 +227,8 @@ def test_half_precision_is_float32_rounded_once(dtype: str) -> None:
         assert g.dtype == x.dtype and np.isfinite(np.asarray(g, np.float32)).all()
 
 
-def test_float64_is_exact_to_its_digits() -> None:
-    n = 1000  # short rows: test_transforms.py
+@pytest.mark.parametrize("n", [64, 1000])
+def test_float64_is_exact_to_its_digits(n: int) -> None:
     x = np.random.default_rng(n).standard_normal(n) * 5
     with enable_x64(True):
         for cdf, law in oracle.CDFS.items():
