@@ -30,6 +30,8 @@ __all__ = ["Root", "rounding", "solve"]
 SPREAD = 4.0
 # The size of the sample, levels of a count, and passes of each kind at most
 SAMPLE, LEVELS, COUNTS, STEPS, GAP = 1024, 16, 8, 40, 12
+# What a pass looks at besides one point without tails, in the width of the bracket
+AROUND = (0.0, -1 / 32, 1 / 32, -1 / 4, 1 / 4, 1 / 2)
 # The share of a gap's tails by which A and B are known from their logarithms alone
 FEW = 1e-3
 
@@ -178,10 +180,11 @@ def _narrow(row: _Row, window: _Window, plain: _Guess, wide: Array) -> _Guess:
     sample = jnp.where(row.live, -row.x, jnp.inf)[..., ::step], row.w[..., ::step]
     entries, costs = lax.sort(sample, num_keys=1)
     spent = jnp.cumsum(costs, -1)
-    # where the goal is spent, give or take three standard deviations of a sample's rank
+    # where the goal is spent, give or take three standard deviations of a sample's rank, or a few entries
     share = (row.goal / (row.goal + row.rest))[..., None] * spent[..., -1:]
     place = (spent < share).sum(-1, keepdims=True)
-    spread = 2 + 3 * jnp.sqrt(jnp.minimum(place, spent.shape[-1] - place).astype(share.dtype))
+    error = 3 * jnp.sqrt(jnp.minimum(place, spent.shape[-1] - place).astype(share.dtype))
+    spread = LEVELS / 2 if step == 1 else 2 + error
     places = place + (jnp.linspace(-1, 1, LEVELS) * spread).astype(place.dtype)
     first = -jnp.take_along_axis(entries, jnp.clip(places, 0, spent.shape[-1] - 1), -1)
     eps = jnp.finfo(first.dtype).eps
@@ -205,6 +208,7 @@ def _narrow(row: _Row, window: _Window, plain: _Guess, wide: Array) -> _Guess:
     start = _Counts(window, levels, wide, jnp.zeros_like(wide, jnp.int32))
     end = lax.while_loop(lambda s: jnp.any(s.running & (s.passes < COUNTS)), body, start)
     low, high, low_cost, high_cost = end.window
+    found = _bracket(row, end.window)
     # of the entries between the levels, those at both ends, which may be the same
     above, under = row.live & (row.x > low[..., None]), row.live & (row.x <= high[..., None])
     bottom, top = least(row.x, above), most(row.x, above & under)
@@ -213,7 +217,8 @@ def _narrow(row: _Row, window: _Window, plain: _Guess, wide: Array) -> _Guess:
     between = two_sum(top + share * (bottom - top), -row.tau * off)
     gap = _middle_of_gap(row, bottom, most(row.x, row.live & ~above))
     guess = _choose(low_cost == row.goal, gap, between)
-    return _choose(wide, (guess, _bracket(row, end.window), end.passes + 1), plain)
+    bracket = jnp.maximum(found[0], plain[1][0]), jnp.minimum(found[1], plain[1][1])
+    return _choose(wide, (guess, bracket, end.passes + 1), plain)
 
 
 def _middle_of_gap(row: _Row, above: Array, below: Array) -> _Pair:
@@ -227,9 +232,10 @@ def _middle_of_gap(row: _Row, above: Array, below: Array) -> _Pair:
 
 
 class _Walk(NamedTuple):
-    at: _Pair
+    points: _Pair  # (*batch, points): what the next pass looks at
     left: _Pair
     right: _Pair
+    at: _Pair
     flat: Array  # t lies in a gap, and the tails are next to nothing
     done: Array
     passes: Array
@@ -245,59 +251,78 @@ def _apart(a: _Pair, b: _Pair) -> Array:
     return (a[0] - b[0]) + (a[1] - b[1])
 
 
-def _middle(a: _Pair, b: _Pair) -> _Pair:
-    half, error = two_sum(0.5 * a[0], 0.5 * b[0])
-    return two_sum(half, error + 0.5 * (a[1] + b[1]))
-
-
 def _walk(row: _Row, ends: _Pair, guess: _Pair, done: Array) -> _Walk:
     """Newton's method in a bracket.
 
     With ``over`` the cost of the entries above t less the goal, A of their tails and B of those of the
     others, the root is where P = over⁺ + B and Q = over⁻ + A are equal. Under a CDF with tails log P/Q is
-    nearly a line; without them P − Q is, and √P − √Q at the edge of many entries.
+    nearly a line. Without them the sum bends at every entry, so that a pass looks at six points.
     """
-    F, tau = row.cdf, row.tau
+    F, tau = row.cdf, row.tau[..., None]
     info = jnp.finfo(tau.dtype)
     # Newton's method squares the error, but at an edge of a support, where densities may be infinite
     enough = 8 * info.eps if not F.full_support else 2e-4 if info.bits == 32 else 1e-8
+    each = row._replace(x=row.x[..., None, :], tau=tau)  # for each point
+    w, live, goal = row.w[..., None, :], row.live[..., None, :], row.goal[..., None]
 
     def body(s: _Walk) -> _Walk:
-        z = row.z(s.at)
-        above = (z > F.median) & row.live
-        below = row.live & ~above
-        f, tail = row.w * F.pdf(z), row.w * F.tail(z, z > F.median)
+        z = each.z(s.points)
+        above = (z > F.median) & live
+        below = live & ~above
+        f, tail = w * F.pdf(z), w * F.tail(z, z > F.median)
         paid, A, B, SA, SB = sums(
-            jnp.where(above, row.w, 0), jnp.where(above, tail, 0), jnp.where(below, tail, 0),
+            jnp.where(above, w, 0), jnp.where(above, tail, 0), jnp.where(below, tail, 0),
             jnp.where(above, f, 0), jnp.where(below, f, 0),
         )  # fmt: skip
-        over = paid - row.goal
+        over = paid - goal
         miss = over + (B - A)
         P, Q = B + jnp.maximum(over, 0), A + jnp.maximum(-over, 0)
-        left, right = _choose(miss > 0, s.at, s.left), _choose(miss < 0, s.at, s.right)
-        inside = lambda step: (_apart(s.at, left) > -step) & (_apart(right, s.at) > step)
         if F.full_support:
             step = tau * jnp.log(P / Q) / (SB / P + SA / Q)
             flat = (over == 0) & (jnp.maximum(A, B) < FEW)
         else:
-            edge_P, edge_Q = jnp.sqrt(jnp.maximum(P, info.tiny)), jnp.sqrt(jnp.maximum(Q, info.tiny))
-            edge = 2 * tau * (miss / (edge_P + edge_Q)) / (SB / edge_P + SA / edge_Q)
-            many = jnp.maximum(P, Q) > jnp.maximum(2, 4 * jnp.minimum(P, Q))
-            step = jnp.where(many & inside(edge), edge, tau * miss / (SA + SB))
+            step = tau * miss / (SA + SB)
             flat = (over == 0) & (SA + SB == 0)
-        to, middle = two_sum(s.at[0], s.at[1] + step), _middle(left, right)
         stays = flat | (jnp.abs(miss) <= 0.5 * info.eps * jnp.maximum(P, Q))
-        found = (jnp.abs(step) <= tau * enough) & (F.full_support | (jnp.abs(miss) <= 8 * enough * row.goal))
-        ended = (_apart(middle, left) == 0) | (_apart(middle, right) == 0)
-        to = _choose(stays, s.at, _choose(inside(step) | found, to, middle))
-        new = _Walk(to, left, right, flat, stays | found | ended, s.passes + 1)
+        found = (jnp.abs(step) <= tau * enough) & (F.full_support | (jnp.abs(miss) <= 8 * enough * goal))
+        to = two_sum(s.points[0], s.points[1] + jnp.where(stays, 0, step))
+
+        left = _closer(s.left, s.points, miss > 0, 1)
+        right = _closer(s.right, s.points, miss < 0, -1)
+        # no pair lies between them
+        ended = _apart(right, left) <= 4 * info.eps**2 * jnp.maximum(row.tau, jnp.abs(left[0]))
+        best = jnp.where(stays, 2, jnp.where(found, 1, -jnp.abs(miss)))
+        found, to, flat = _pick(best, (stays | found, to, flat))
+        at = _choose(found | ~ended, to, left)
+        new = _Walk(around(at, left, right), left, right, at, flat, found | ended, s.passes + 1)
         return _choose(~s.done, new, s)
 
-    zero = jnp.zeros_like(tau)
+    def around(at: _Pair, left: _Pair, right: _Pair) -> _Pair:
+        """Points at and around the one, or where these lie outside of the bracket, evenly in it."""
+        at, left, right = ((end[0][..., None], end[1][..., None]) for end in (at, left, right))
+        width = _apart(right, left)
+        near = two_sum(at[0], at[1] + width * jnp.array(AROUND[:count], width.dtype))
+        inside = (_apart(near, left) > 0) & (_apart(right, near) > 0)
+        even = jnp.arange(1, count + 1, dtype=width.dtype) / (count + 1)
+        return _choose(inside, near, two_sum(left[0], left[1] + width * even))
+
+    count, zero = 1 if F.full_support else len(AROUND), jnp.zeros_like(row.tau)
     left, right = ((end, zero) for end in ends)
-    guess = _choose(jnp.isfinite(guess[0] + guess[1]), guess, _middle(left, right))
-    start = _Walk(guess, left, right, zero > 1, done, zero.astype(jnp.int32))
+    start = _Walk(around(guess, left, right), left, right, guess, zero > 1, done, zero.astype(jnp.int32))
     return lax.while_loop(lambda s: jnp.any(~s.done & (s.passes < STEPS)), body, start)
+
+
+def _pick(best: Array, points: _State) -> _State:
+    """Of the points of each row the best."""
+    i = jnp.argmax(best, -1, keepdims=True)
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, i, -1)[..., 0], points)
+
+
+def _closer(end: _Pair, points: _Pair, beyond: Array, side: int) -> _Pair:
+    """The end of a bracket, or of the points beyond which the root lies the one that is closest to it."""
+    away = side * _apart(points, (end[0][..., None], end[1][..., None]))
+    away, point = _pick(jnp.where(beyond, away, 0), (jnp.where(beyond, away, 0), points))
+    return _choose(away > 0, point, end)
 
 
 # -------------------------------------------------------------------------------------- gaps

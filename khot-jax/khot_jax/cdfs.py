@@ -259,6 +259,8 @@ class Power(CDF):
 
     def sf(self, z: Array) -> Array:
         outside, base = self._split(z)
+        if self.p == 2:
+            return jnp.where(outside, (z <= 0).astype(z.dtype), 1 - base)
         return jnp.where(outside, (z <= 0).astype(z.dtype), -jnp.expm1(self.exponent * jnp.log(base)))
 
     def log_cdf(self, z: Array) -> Array:
