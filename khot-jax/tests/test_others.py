@@ -64,7 +64,7 @@ def test_sort_has_the_counts_of_its_places(cdf: str) -> None:
 def test_sort_between_far_entries_keeps_its_digits(pure: bool) -> None:
     """In gaps far wider than tau the sums of exponentials underflow, their logarithms do not."""
     body = functools.partial(_order._order_body, law=_order.Order("sort", False))
-    sort = lambda x: body(x, jnp.full(x.shape[:-1], 0.1))[0] if pure else kj.soft_sort(x, tau=0.1)
+    sort = jax.jit(lambda x: body(x, jnp.full(x.shape[:-1], 0.1))[0] if pure else kj.soft_sort(x, tau=0.1))
     x = jnp.float32([[1e6, 0.0, 0.3, -1e9, -1e9, 2e5]])
     got = sort(x)
     assert np.isfinite(got).all()
@@ -72,7 +72,7 @@ def test_sort_between_far_entries_keeps_its_digits(pure: bool) -> None:
     small = np.float64([0.0, 0.3])
     count = centred("laplace", (np.asarray(got[0, 2:4], np.float64)[:, None] - small) / 0.1).sum(-1)
     np.testing.assert_allclose(count, [0.5, 1.5], atol=2e-6)
-    jac = jax.jacrev(sort)(x[0])
+    jac = jax.jit(jax.jacrev(sort))(x[0])
     assert np.isfinite(jac).all()
     np.testing.assert_allclose(jac.sum(-1), 1, rtol=1e-5)  # s moves along with x
 
@@ -135,7 +135,7 @@ def test_budget_spends_what_it_has(cdf: str, pure: bool) -> None:
             budget = np.float32(total * [0.1, 0.3, 0.5, 0.9])
             if pure:
                 root = solve(x, w, budget)
-                assert int(root.passes.max()) <= 15
+                assert int(root.passes.max()) <= 10
                 hi, lo = (np.asarray(each, np.float64)[:, None] for each in root[:2])
                 y = law.cdf((x - hi) - lo)
             else:
@@ -220,17 +220,18 @@ class Lopsided(kj.cdfs.CDF):
 @pytest.mark.parametrize("F", [Student(), Lopsided()])
 def test_cdfs_of_your_own(F: kj.cdfs.CDF) -> None:
     x = jnp.asarray(scores(25, 3.0))
-    k = jnp.array([1.0, 5.5, 20.0])
-    y = jax.jit(lambda x, k: kj.soft_topk(x, k, cdf=F))(x, k)
-    np.testing.assert_allclose(y.sum(-1), k, atol=1e-5)
-    v = x[::-1]
-    f = jax.jit(lambda k: (kj.soft_topk(x, k, cdf=F) * v).sum(-1))
-    slope = jax.jvp(f, (k,), (jnp.ones(3),))[1]
+    k, v = jnp.array([1.0, 5.5, 20.0]), x[::-1]
+
+    def f(k: Array) -> tuple[Array, Array]:
+        y = kj.soft_topk(x, k, cdf=F)
+        return y.sum(-1), (y * v).sum(-1)
+
+    (total, _), (_, slope) = jax.jit(lambda k: jax.jvp(f, (k,), (jnp.ones(3),)))(k)
+    np.testing.assert_allclose(total, k, atol=1e-5)
     with enable_x64(True):
         x, v, k = (jnp.asarray(np.asarray(each), jnp.float64) for each in (x, v, k))
-        f = lambda k: (kj.soft_topk(x, k, cdf=F) * v).sum(-1)
-        f = jax.jit(f)
-        np.testing.assert_allclose(slope, (f(k + 1e-4) - f(k - 1e-4)) / 2e-4, rtol=2e-3, atol=1e-4)
+        up, down = jax.jit(lambda k: jax.vmap(lambda e: f(k + e)[1])(jnp.array([1e-4, -1e-4])))(k)
+        np.testing.assert_allclose(slope, (up - down) / 2e-4, rtol=2e-3, atol=1e-4)
     assert Student() == Student() and hash(Student()) == hash(Student())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +21,15 @@ EVERY = pytest.mark.parametrize("name", OPERATORS)
 
 
 @pytest.fixture(autouse=True)
-def compiled_in_haste() -> Iterator[None]:
+def without_optimizations() -> Iterator[None]:
     """Compiling takes most of the time, and nothing here depends on how fast the result is."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+# and float64 has all of the pure engine to compile, which takes a quarter of the time so
+in_haste = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
 
 
 def directions(args: tuple[Array, ...], seed: int = 1) -> tuple[Array, ...]:
@@ -41,38 +46,35 @@ def along(f: Any, args: tuple[Array, ...], moves: tuple[Array, ...], e: float = 
 
 @EVERY
 def test_derivatives_are_differences_in_both_modes(name: str) -> None:
+    """In float64; for a smooth operator those of its gradients as well, which are second derivatives."""
     with enable_x64(True):
-        # without jit, so that each primitive is compiled once
-        f, args = OPERATORS[name][0], arguments(name, dtype=jnp.float64)
+        f, _, smooth = OPERATORS[name]
+        args = arguments(name, dtype=jnp.float64)
+        (v,) = directions((jax.eval_shape(f, *args),), 2)
+
+        def values(*args: Array) -> Any:
+            out, pull = jax.vjp(f, *args)
+            return out, pull(v) if smooth else ()
+
         moves = directions(args)
-        out, tangent = jax.jvp(f, args, moves)
+        (out, gradients), tangents = in_haste(lambda args, moves: jax.jvp(values, args, moves))(args, moves)
         assert out.dtype == jnp.float64
-        np.testing.assert_allclose(tangent, along(f, args, moves), rtol=2e-6, atol=1e-8)
-        v = directions((out,), 2)[0]
-        gradients = jax.vjp(f, *args)[1](v)
-        total = sum(jnp.vdot(g, m) for g, m in zip(gradients, moves, strict=True))
-        np.testing.assert_allclose(total, jnp.vdot(v, tangent), rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", [name for name, (_, _, smooth) in OPERATORS.items() if smooth])
-def test_second_derivatives_are_differences(name: str) -> None:
-    with enable_x64(True):
-        f, args = OPERATORS[name][0], arguments(name, n=5, dtype=jnp.float64)
-        v = directions((f(*args),), 2)[0]
-        gradient = jax.grad(lambda *a: jnp.vdot(f(*a), v), argnums=tuple(range(len(args))))
-        moves = directions(args)
-        want = along(gradient, args, moves)
-        forward = jax.jvp(gradient, args, moves)[1]
-        for got, each in zip(forward, want, strict=True):
-            np.testing.assert_allclose(got, each, rtol=1e-5, atol=1e-7)
+        differences = along(in_haste(values), args, moves)
+        np.testing.assert_allclose(tangents[0], differences[0], rtol=2e-6, atol=1e-8)
+        for got, want in zip(tangents[1], differences[1], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+        back = in_haste(lambda args, given: jax.vjp(values, *args)[1](given))
+        dot = lambda a, b: sum(map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))
+        first = back(args, (v, jax.tree.map(jnp.zeros_like, gradients)))
+        np.testing.assert_allclose(dot(first, moves), jnp.vdot(v, tangents[0]), rtol=1e-9, atol=1e-10)
+        if not smooth:
+            return
+        for got, want in zip(gradients, first, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14)
         # reverse over reverse, which transposes pull
-        w = directions(args, 3)
-        back = jax.vjp(gradient, *args)[1](w)
-        np.testing.assert_allclose(
-            sum(jnp.vdot(b, m) for b, m in zip(back, moves, strict=True)),
-            sum(jnp.vdot(g, u) for g, u in zip(forward, w, strict=True)),
-            rtol=1e-7,
-        )
+        w = directions(gradients, 3)
+        second = back(args, (jnp.zeros_like(v), w))
+        np.testing.assert_allclose(dot(second, moves), dot(w, tangents[1]), rtol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["soft_topk logistic", "soft_budget", "soft_rank laplace", "log_soft_topk"])
@@ -146,45 +148,58 @@ def test_there_are_two_devices() -> None:
     assert len(jax.devices()) == 2  # of conftest.py
 
 
+class Pure(kj.cdfs.Logistic):
+    """A CDF of one's own has no compiled kernels."""
+
+
 @needs_two
-@pytest.mark.parametrize("name", ["soft_topk logistic", "soft_budget", "soft_sort laplace"])
+@pytest.mark.parametrize("name", ["soft_topk logistic", "soft_topk pure", "soft_budget", "soft_sort laplace"])
 def test_shard_map_over_rows(name: str) -> None:
     mesh = Mesh(np.array(jax.devices()), ("rows",))
-    f, args = OPERATORS[name][0], arguments(name)
+    if name == "soft_topk pure":
+        f, args = lambda x, k, tau: kj.soft_topk(x, k, tau=tau, cdf=Pure()), arguments("soft_topk logistic")
+    else:
+        f, args = OPERATORS[name][0], arguments(name)
     x = args[0] * jnp.arange(1.0, 5)[:, None]
 
     def loss(x: Array, tau: Array) -> Array:
         return f(x, *args[1:-1], tau) * x
 
     spec = PartitionSpec("rows")
-    shards = jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec))
-    np.testing.assert_allclose(shards(x, args[-1]), loss(x, args[-1]), atol=2e-6)
-    both = [jax.grad(lambda x, t, g=g: g(x, t).sum(), (0, 1))(x, args[-1]) for g in (shards, loss)]
-    for got, want in zip(*both, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
-
-
-def collectives(f: Any, *args: Any) -> dict[str, int]:
-    text = jax.jit(f).lower(*args).compile().as_text()
-    return {name: text.count(f" {name}(") for name in ("all-reduce", "all-gather", "all-to-all")}
+    shards = jax.shard_map(loss, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    got, want = (
+        in_haste(lambda *a, g=g: (g(*a), jax.grad(lambda *a: g(*a).sum(), (0, 1))(*a)))(x, args[-1])
+        for g in (shards, loss)
+    )
+    np.testing.assert_allclose(got[0], want[0], atol=2e-6)
+    for one, other in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
 @needs_two
-def test_sharded_inputs() -> None:
+@pytest.mark.parametrize("cdf", ["logistic", Pure()])
+def test_sharded_inputs(cdf: Any) -> None:
     """Rows that are split over devices are solved where they are, and split rows are put together."""
     mesh = Mesh(np.array(jax.devices()), ("d",))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 40)), jnp.float32)
-    f = lambda x: kj.soft_topk(x, 5.3, tau=0.3)
-    g = jax.grad(lambda x: (f(x) * x).sum())
-    for spec in (PartitionSpec("d"), PartitionSpec(None, "d")):
-        split = jax.device_put(x, NamedSharding(mesh, spec))
-        np.testing.assert_allclose(jax.jit(f)(split), f(x), atol=1e-6)
-        np.testing.assert_allclose(jax.jit(g)(split), g(x), atol=1e-5)
-    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
-    assert set(collectives(f, rows).values()) == {0}
-    parts = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "d")))
-    found = collectives(f, parts)
-    assert found["all-reduce"] + found["all-gather"] > 0
+    f = lambda x: kj.soft_topk(x, 5.3, tau=0.3, cdf=cdf)
+    both = in_haste(lambda x: (f(x), jax.grad(lambda x: (f(x) * x).sum())(x)))
+
+    def exchanged(*spec: str | None) -> dict[str, set[str]]:
+        """The collectives, and what each of them exchanges."""
+        split = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        compiled = both.lower(split).compile()
+        for got, want in zip(compiled(split), both(x), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+        results = {name: re.findall(rf"= (.*) {name}\(", compiled.as_text()) for name in names}
+        return {name: set(re.findall(r"\w+\[[\d,]*\]", " ".join(each))) for name, each in results.items()}
+
+    whole, parts = exchanged("d"), exchanged(None, "d")
+    # devices tell each other whether one of their rows still runs on the pure engine
+    loops = set() if cdf == "logistic" and kj.instruction_set() is not None else {"pred[]"}
+    assert whole == {name: loops if name == "all-reduce" else set() for name in whole}
+    assert parts["all-reduce"] - {"pred[]"} or parts["all-gather"]
 
 
 @EVERY
