@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-__all__ = ["costs", "flag", "per_row", "rows", "selected", "unrows", "wide"]
+__all__ = ["costs", "flag", "per_row", "rows", "selected", "wide"]
 
 
 def wide(x: Array) -> Any:
@@ -47,11 +47,6 @@ def costs(weights: Any, x: Any, axis: Any) -> Array:
     if not (jnp.issubdtype(weights.dtype, jnp.floating) or jnp.issubdtype(weights.dtype, jnp.integer)):
         raise TypeError(f"weights must hold real numbers, but got {weights.dtype}")
     return jnp.moveaxis(_broadcast(weights, "weights", jnp.shape(x), "x"), axis, -1)
-
-
-def unrows(y: Array, axis: int) -> Array:
-    """Rows back along their axis."""
-    return jnp.moveaxis(y, -1, axis)
 
 
 def per_row(value: Any, name: str, x: Array, *, high: float = math.inf, positive: bool = False) -> Array:

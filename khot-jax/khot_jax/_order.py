@@ -54,10 +54,7 @@ def soft_rank(
     Returns:
         An array of x's shape and dtype, in [1, n]. A row with a NaN is NaN, and so is one with a bad tau.
 
-    Differentiable in x and tau, exactly, in both modes.
-
-    Raises:
-        ValueError, TypeError: as for :func:`soft_topk`.
+    Differentiable in x and tau, exactly, in both modes. Errors are those of :func:`soft_topk`.
 
     Source: Struski et al. 2025, section 3.2 and Theorem 3.2.
 
@@ -76,7 +73,7 @@ def soft_rank(
         out = (~taken).sum(-1, keepdims=True)
         ranks = jnp.where(wide == last, ranks - 0.5 * out, ranks)  # those under False were tied with these
         ranks = jnp.where(taken | jnp.isnan(ranks), ranks, 0)
-    return arguments.unrows(ranks.astype(rows.dtype), axis)
+    return jnp.moveaxis(ranks.astype(rows.dtype), -1, axis)
 
 
 def soft_sort(
@@ -103,10 +100,7 @@ def soft_sort(
     Returns:
         An array of x's shape and dtype, in ascending order, or descending. A row with a NaN is NaN.
 
-    Differentiable in x and tau, exactly, in both modes.
-
-    Raises:
-        ValueError, TypeError: as for :func:`soft_topk`.
+    Differentiable in x and tau, exactly, in both modes. Errors are those of :func:`soft_topk`.
 
     Source: Struski et al. 2025, section 3.2 and Proposition 4.2.
 
@@ -124,7 +118,7 @@ def soft_sort(
     if where is not None:
         count = arguments.selected(where, x, axis).sum(-1, keepdims=True)
         values = jnp.where((jnp.arange(n) < count) | jnp.isnan(values), values, 0)
-    return arguments.unrows(values.astype(rows.dtype), axis)
+    return jnp.moveaxis(values.astype(rows.dtype), -1, axis)
 
 
 def _given(
@@ -157,10 +151,7 @@ def soft_quantile(
         An array of x's dtype and of its shape without ``axis``; if q has an axis, that comes first, as from
         ``jnp.quantile``. A row is NaN if it holds a NaN or no entry, or if its q or tau is out of range.
 
-    Differentiable in x, q and tau, exactly, in both modes and to any order.
-
-    Raises:
-        ValueError, TypeError: as for :func:`soft_topk`.
+    Differentiable in x, q and tau, exactly, in both modes and to any order. Errors: as :func:`soft_topk`.
 
     Example:
         >>> x = jnp.array([3.0, 1.0, 4.0, 1.5, 9.0])

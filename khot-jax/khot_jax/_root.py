@@ -35,7 +35,6 @@ AROUND = (0.0, -1 / 32, 1 / 32, -1 / 4, 1 / 4, 1 / 2)
 # The share of a gap's tails by which A and B are known from their logarithms alone
 FEW = 1e-3
 
-
 _Pair = tuple[Array, Array]
 _State = TypeVar("_State")
 
@@ -162,7 +161,6 @@ def _survey(row: _Row) -> tuple[_Window, Array, Array]:
 
 
 # -------------------------------------------------------------------------------------- wide rows
-
 
 _Guess = tuple[_Pair, _Pair, Array]  # with a bracket, and the number of passes
 

@@ -47,11 +47,11 @@ def sample_khot(key: Any, logits: Any, k: Any, axis: int = -1, *, tau: Any = 1.0
     wide = rows.astype(arguments.wide(rows))
     if not hard:
         noise = jax.random.gumbel(key, rows.shape, wide.dtype)
-        return arguments.unrows(soft_topk(wide + noise, k, tau=tau).astype(rows.dtype), axis)
+        return jnp.moveaxis(soft_topk(wide + noise, k, tau=tau).astype(rows.dtype), -1, axis)
     y = soft_topk(wide, k, tau=tau)
     k = arguments.per_row(k, "k", rows)
     drawn = _tournament(key, lax.stop_gradient(y), lax.stop_gradient(k))
-    return arguments.unrows((drawn + (y - lax.stop_gradient(y))).astype(rows.dtype), axis)
+    return jnp.moveaxis((drawn + (y - lax.stop_gradient(y))).astype(rows.dtype), -1, axis)
 
 
 def _tournament(key: Array, probs: Array, k: Array) -> Array:

@@ -124,10 +124,8 @@ def soft_budget(
         An array of x's shape and dtype, in [0, 1]. A row is NaN if it holds a NaN, a negative or infinite
         cost, or entries of +inf that cost more than the budget, or if its budget or tau is out of range.
 
-    Differentiable in x, weights, budget and tau, exactly, in both modes and to any order.
-
-    Raises:
-        ValueError, TypeError: as for :func:`soft_topk`.
+    Differentiable in x, weights, budget and tau, exactly, in both modes and to any order. Errors are those of
+    :func:`soft_topk`.
 
     Example:
         >>> scores, cost = jnp.array([1.0, 3.0, 2.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 4.0])
@@ -143,22 +141,20 @@ def soft_budget(
     goal = arguments.per_row(budget, "budget", rows)
     tau = arguments.per_row(tau, "tau", rows, positive=True)
     y, _, _ = solve(rows, goal, tau, cost.astype(goal.dtype), F, "y")
-    return arguments.unrows(y, axis)
+    return jnp.moveaxis(y, -1, axis)
 
 
 def topk_mask(x: Any, k: Any, axis: int = -1, *, largest: bool = True, where: Any = None) -> Array:
     """The hard k-hot mask: 1 for the ⌊k + ½⌋ largest entries of each row, 0 for the others.
 
     Ties go to the lowest index. The mask has no gradient. Unlike ``jax.lax.top_k`` it takes a traced k.
+    Errors are those of :func:`soft_topk`.
 
     Args:
         x, k, axis, largest, where: as for :func:`soft_topk`.
 
     Returns:
         Zeros and ones of x's shape and dtype. A row is NaN as for :func:`soft_topk`.
-
-    Raises:
-        ValueError, TypeError: as for :func:`soft_topk`.
 
     Example:
         >>> print(khot_jax.topk_mask(jnp.array([1.0, 3.0, 2.0, 0.0]), 2))
@@ -168,7 +164,7 @@ def topk_mask(x: Any, k: Any, axis: int = -1, *, largest: bool = True, where: An
     rows = arguments.rows(x, axis, where, largest=largest)
     k = arguments.per_row(k, "k", rows, high=rows.shape[-1])
     (y,) = bind(_mask, lax.stop_gradient(rows), lax.stop_gradient(k))
-    return arguments.unrows(y, axis)
+    return jnp.moveaxis(y, -1, axis)
 
 
 def _soft(
@@ -180,7 +176,7 @@ def _soft(
     k = arguments.per_row(k, "k", rows, high=rows.shape[-1])
     tau = arguments.per_row(tau, "tau", rows, positive=True)
     y, _, _ = solve(rows, k, tau, None, F, output)
-    return arguments.unrows(y, axis)
+    return jnp.moveaxis(y, -1, axis)
 
 
 def _mask_body(x: Array, k: Array) -> Sequence[Array]:

@@ -18,10 +18,6 @@ from jax.scipy.special import erfc, log_ndtr, ndtri
 __all__ = ["CDF", "Laplace", "Logistic", "Normal", "Power", "Uniform", "resolve"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 QUARTILES = 1.3489795003921634  # the distance between the quartiles of the standard normal distribution
 DOUBLINGS, HALVINGS = 120, 60  # of a bracket for a quantile
 
@@ -295,8 +291,6 @@ class Uniform(Power):
 
 
 _BY_NAME = {"logistic": Logistic(), "laplace": Laplace(), "normal": Normal(), "uniform": Uniform()}
-
-
 # the names of their compiled kernels
 KERNELS: dict[Any, str] = {type(cdf): name for name, cdf in _BY_NAME.items()} | {Power: "power"}
 
