@@ -1,10 +1,10 @@
-"""How many instructions GPU kernels issue for a soft top-k: `python -m benchmarks.issued`. Needs no GPU.
+"""How many instructions GPU kernels issue for soft selections: `python -m benchmarks.issued`. Needs no GPU.
 
 Kernels are compiled to PTX for sm_90, and some programs of each launch run on the CPU, an instruction of all
 threads at a time. Their results are compared with those of the CPU's own kernels. Counted are instructions of
 PTX, which a warp issues for 32 threads: 32 times their number, divided by that of entries, is what a thread
 would issue for an entry if all threads were full. Float32 scores, normal, sd 1; k is half of a row, at most
-8; the logistic CDF.
+8, and a budget a tenth of what all entries cost, 0.1 to 1.1 each; the logistic CDF.
 """
 
 from __future__ import annotations
@@ -360,17 +360,37 @@ def packed(launches: Launches, lengths: Tensor) -> list[float]:
 
 
 def equal(launches: Launches, x: Tensor, tau: float = 1.0) -> list[float]:
+    k = torch.tensor(min(x.shape[-1] / 2, 8.0)).double()
+    return _both_ways(launches, "soft_topk", (x,), k.expand(len(x)), tau, ("logistic", 0.0, "y"), (None,))
+
+
+def budget(launches: Launches, x: Tensor, tau: float) -> list[float]:
+    w = torch.rand_like(x) + 0.1
+    goal = 0.1 * w.double().masked_fill(x == -torch.inf, 0).sum(-1)
+    return _both_ways(launches, "soft_budget", (x, w), goal, tau, ("logistic", 0.0, "score", False), ())
+
+
+def _both_ways(
+    launches: Launches,
+    name: str,
+    rows: tuple[Tensor, ...],
+    goal: Tensor,
+    tau: float,
+    how: tuple[Any, ...],
+    more: tuple[Any, ...],
+) -> list[float]:
+    """The instructions of each launch of an operator, forward and backward; more is of its gradient alone."""
     from khot._kernels.triton import ways
 
-    how = "logistic", 0.0, "y"
-    rows, n = x.shape
-    k, tau_ = torch.tensor(min(n / 2, 8.0)).double(), torch.tensor(tau).double()
+    tau_ = torch.tensor(tau).double()
     launches.issued = []
-    y, _, _ = ways.soft_topk(x, k.expand(rows), tau_, *how)
-    want, hi, lo = torch.ops.khot.soft_topk(x, k.expand(rows), tau_, *how)
+    y, _, _ = getattr(ways, name)(*rows, goal, tau_, *how)
+    want, hi, lo = getattr(torch.ops.khot, name)(*rows, goal, tau_, *how)
     _right(y, want)
-    given = torch.randn_like(x), torch.tensor(0.0).double(), x, hi, lo, tau_, *how
-    _right(ways.soft_topk_backward(*given)[0], torch.ops.khot.soft_topk_backward(*given, None)[0])
+    given = torch.randn_like(y), torch.tensor(0.0).double(), *rows, hi, lo, tau_, *how
+    got = getattr(ways, f"{name}_backward")(*given)[0]
+    # in units of z, or what cancels at a small tau would count
+    _right(tau * got, tau * getattr(torch.ops.khot, f"{name}_backward")(*given, *more)[0])
     return launches.issued
 
 
@@ -411,11 +431,12 @@ def of_calls(launches: Launches) -> str:
         x = torch.randn(SAMPLE, n) if n > 64 else torch.randn(64 * SAMPLE, n)
         masked = x.masked_fill(torch.rand_like(x) > 0.7, -torch.inf)
         calls = [(x, tau) for tau in (1.0, 0.03, 1e-3, 1e-6)] + [(masked, 1.0)]
-        issued = [_per_entry(equal(launches, *call), x.numel()) for call in calls]
-        ratios = [_cell((own[0] / issued[0][0], own[1] / issued[0][1]), 2) for own in issued[1:]]
-        rows.append([f"{n}", _cell(issued[0]), *ratios])
-        print(*rows[-1], sep=" | ", flush=True)
-    head = ["n", "instructions at tau = 1", "tau = 0.03", "tau = 0.001", "tau = 1e-06", "masked"]
+        for name, call in (("soft_topk", equal), ("soft_budget", budget)):
+            issued = [_per_entry(call(launches, *given), x.numel()) for given in calls]
+            ratios = [_cell((own[0] / issued[0][0], own[1] / issued[0][1]), 2) for own in issued[1:]]
+            rows.append([f"{name}, {n}", _cell(issued[0]), *ratios])
+            print(*rows[-1], sep=" | ", flush=True)
+    head = ["operator, n", "instructions at tau = 1", "tau = 0.03", "tau = 0.001", "tau = 1e-06", "masked"]
     return f"""Sharp temperatures, and scores of which 30 % are masked, beside the plain call, forward / with
 the gradient. Not every row is sharp to a program of short ones: the slowest of its rows counts.
 
@@ -431,7 +452,7 @@ def main() -> None:
     ptx_guard.start_nothing(launches.start)
     text = (__doc__ or "").partition("\n\n")[2]
     tables = [of_packed_rows(launches), of_calls(launches)]
-    parts = ["# Instructions of a soft top-k on a GPU", text, *tables]
+    parts = ["# Instructions of soft selections on a GPU", text, *tables]
     page = "\n\n".join(part.strip() for part in parts)
     (RESULTS / "issued.md").write_text(page + "\n", encoding="utf-8")
 
