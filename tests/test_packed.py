@@ -354,6 +354,15 @@ def test_no_list_with_entries(case: Case) -> None:
     assert_close(found.item(), expected, equal_nan=True)
 
 
+def test_a_bad_list_without_relevant_entries() -> None:
+    """In a group of its own, as the other list is far longer."""
+    scores, relevance = torch.randn(50_003), torch.zeros(50_003, dtype=torch.long)
+    scores[:3], relevance[10] = torch.nan, 1
+    offsets = torch.tensor([0, 3, len(scores)])
+    assert khot.losses.log_rank_loss(scores, relevance, offsets=offsets).isnan()
+    assert khot.losses.log_rank_loss(scores[3:], relevance[3:], offsets=offsets[1:] - 3).isfinite()
+
+
 def _counting(case: Case, lengths: list[int], given: dict[str, Tensor]) -> int:
     """How many lists count: those with two different targets, or with an entry that is relevant."""
     name = next(iter(given))

@@ -47,7 +47,7 @@ class DecidedRow {
   template <class R>
   static KHOT_INLINE Int<R> is_nothing(const C& F, Vec<R> distance, Vec<R> steepest, Vec<R> tau) {
     const Vec<R> z = distance / tau, sizes = log<R>(steepest + static_cast<R>(1e-30)) - log<R>(tau);
-    return F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < -105;
+    return (steepest < kInf<R>)&(F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < -105);
   }
 
   // Whether float carries such gradients, and they are written. The numbers are left at 0 unless they are

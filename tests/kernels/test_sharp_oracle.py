@@ -292,3 +292,15 @@ def faults(case: Case) -> list[str]:
 def test_sharp_rows_are_those_of_float64(kind: str) -> None:
     for seed in range(6):
         assert faults(drawn(kind, seed)) == [], f"{kind} {seed}"
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+def test_infinite_gradients_of_sharp_rows(cdf: Any) -> None:
+    """They are not lost, however many rows there are beside: short ones go in groups."""
+    x = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(33, 4).clone().requires_grad_()
+    incoming = torch.tensor([1.0, torch.inf, 1.0, 1.0]).expand(33, 4)
+    (dx,) = torch.autograd.grad(khot.soft_topk(x, 2, tau=1e-3, cdf=cdf), x, incoming)
+    one = x[:1].detach().requires_grad_()
+    (alone,) = torch.autograd.grad(khot.soft_topk(one, 2, tau=1e-3, cdf=cdf), one, incoming[:1])
+    assert not alone.isfinite().all()
+    torch.testing.assert_close(dx, alone.expand(33, 4), rtol=0, atol=0, equal_nan=True)

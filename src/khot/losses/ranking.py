@@ -234,7 +234,8 @@ def log_rank_loss(
     loss = log_ranks(widen(x), gain, grade, step).masked_fill(bad, math.nan)
     if reduction != "mean":
         return reduce(loss, None, reduction, scores.dtype)
-    return mean_over(loss.sum(), gain.sum(), zero_of_none=True).to(scores.dtype)
+    weight = gain.sum().masked_fill(bad.any(), math.nan)  # a bad list is none that weighs nothing
+    return mean_over(loss.sum(), weight, zero_of_none=True).to(scores.dtype)
 
 
 @by_rows(0, loss=True)
