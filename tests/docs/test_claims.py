@@ -160,7 +160,7 @@ def milliseconds(name: str) -> list[str]:
     for place, measured in enumerate((on_cpu, on_device)):
         for shape in READ_SHAPES:
             ms = measured(shape, name)
-            cells.append(f"{ms:,.0f}" if ms >= 1000 else f"{ms:#.3g}")
+            cells.append(f"{ms:,.0f}" if ms >= 1000 else f"{ms:#.3g}".removesuffix("."))
             if name != "torch.softmax":
                 cells.append(headline(place)[name][rows_of(place).index(f"{shape} float32")])
     return cells
