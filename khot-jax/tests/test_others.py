@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -264,12 +265,13 @@ print([str(each.message)[:60] for each in said])
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be taken away")
 @pytest.mark.skipif(kj.instruction_set() is None, reason="of the compiled kernels")
-def test_no_bit_depends_on_the_number_of_threads() -> None:
+def test_no_bit_depends_on_the_number_of_threads(tmp_path: Path) -> None:
     code = """
 import hashlib, os, sys
 if sys.argv[1] == "1":
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import jax, jax.numpy as jnp, numpy as np, khot_jax
+assert khot_jax.instruction_set()
 for shape in ((500, 64), (300, 1000), (1, 300_000)):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
     y, pull = jax.vjp(jax.jit(lambda x, k: khot_jax.soft_topk(x, k)), x, 7.0)
@@ -277,8 +279,13 @@ for shape in ((500, 64), (300, 1000), (1, 300_000)):
 """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     told = [
-        subprocess.run(
-            [sys.executable, "-c", code, threads], env=environment, capture_output=True, text=True, check=True
+        subprocess.run(  # elsewhere, or the sources here would be what is imported
+            [sys.executable, "-c", code, threads],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for threads in ("1", "all")
     ]
