@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -124,6 +125,12 @@ KHOT_APART void put(void* p, Dtype dtype, int64_t at, int count, const R* values
       }
       break;
   }
+}
+
+// Writes zeros to all entries of an array at p of n entries, of type dtype.
+inline void clear(void* p, Dtype dtype, int64_t n) {
+  const int size = dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
+  std::memset(p, 0, n * size);
 }
 
 // Copies in float of rows of half precision, up to a length: these are converted once, and not in every pass,

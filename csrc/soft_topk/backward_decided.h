@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "cdfs.h"
 #include "simd/passes.h"
@@ -47,7 +46,8 @@ class DecidedRow {
   template <class R>
   static KHOT_INLINE Int<R> is_nothing(const C& F, Vec<R> distance, Vec<R> steepest, Vec<R> tau) {
     const Vec<R> z = distance / tau, sizes = log<R>(steepest + static_cast<R>(1e-30)) - log<R>(tau);
-    return (steepest < kInf<R>)&(F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < -105);
+    const Int<R> finite = steepest < kInf<R>;
+    return finite & (F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < -105);
   }
 
   // Whether float carries such gradients, and they are written. The numbers are left at 0 unless they are
@@ -58,8 +58,9 @@ class DecidedRow {
     const VecD distance = splat(about.distance), steepest = splat(about.steepest), tau = splat(tau_);
     if (!is_decided<double>(F_, distance, splat(t_.hi), tau)[0]) return false;
     const bool nothing = is_nothing<double>(F_, distance, steepest, tau)[0];
-    if (!asked && nothing) return clear(grad_x);
-    return write_decided(about.distance, nothing, grad_x, grad_k, grad_tau);
+    if (asked || !nothing) return write_decided(about.distance, nothing, grad_x, grad_k, grad_tau);
+    clear(grad_x, x_.dtype, spec_.n);
+    return true;
   }
 
   // The same with the numbers, for rows that are decided. The distance that weights are relative to need not
@@ -71,17 +72,15 @@ class DecidedRow {
     if (!nothing && top - std::log(tau_) <= -80) return false;  // near the end of float's exponent
     const Sums s = sums(least);
     grad_k = s.wv / s.w;
-    if (nothing) return clear(grad_x);
+    if (nothing) {
+      clear(grad_x, x_.dtype, spec_.n);
+      return true;
+    }
     const double factor = std::exp(top) / tau_, offset = grad_k;
     grad_tau = factor * (s.wv * (s.wz / s.w) - s.wzv);
     map_beside<double>(x_, grad_, spec_.n, spec_.inside, grad_x, x_.dtype, [&](VecD v, VecD g) {
       return weight(abs<double>((v - t_.hi) - t_.lo), least) * (factor * (g - offset));
     });
-    return true;
-  }
-
-  bool clear(void* grad_x) const {
-    std::memset(grad_x, 0, spec_.n * (x_.dtype == Dtype::kFloat ? 4 : 2));
     return true;
   }
 

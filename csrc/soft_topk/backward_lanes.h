@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "soft_topk/backward_decided.h"
 #include "soft_topk/densities.h"
@@ -50,6 +49,10 @@ class LaneBackward {
   }
 
  private:
+  static bool fits_float(Threshold t, double tau) {
+    return std::fabs(t.hi) < 1e38 && tau > 1e-25 && tau < 1e25;
+  }
+
   // The rows that are not done. source(row) is what Density takes f from.
   template <class Density, class Source>
   KHOT_PASS void run(const BackwardRows& rows, int64_t first, bool* done, Source source) {
@@ -64,7 +67,7 @@ class LaneBackward {
       if (done[j]) continue;
       const double own_tau = rows.tau(first + j);
       if (Density::kMoments) t[j] = rows.threshold(first + j);
-      fits[j] = std::fabs(t[j].hi) < 1e38 && own_tau > 1e-25 && own_tau < 1e25;
+      fits[j] = fits_float(t[j], own_tau);
       const Density row(F_, t[j], own_tau);
       tau[j] = static_cast<float>(own_tau);
       grad_lo[j] = static_cast<float>(rows.grad_lo(first + j));
@@ -94,7 +97,7 @@ class LaneBackward {
         // all entries may be outside of compact support; dL/dk is then found by itself (backward.h)
         const bool is_flat = !C::full_support && mass[j] == 0 && grad_lo[j] == 0;
         done[j] = is_flat && output_ == Output::kValue && !rows.keeps_numbers();
-        if (done[j]) std::memset(rows.grad_x(first + j), 0, n_ * (direct ? 4 : 2));
+        if (done[j]) clear(rows.grad_x(first + j), dtype, n_);
         continue;
       }
       done[j] = true;
@@ -119,8 +122,7 @@ class LaneBackward {
       nearest[j] = largest[j] = VecF{};
       const double tau = rows.tau(first + j);
       const Threshold t = rows.threshold(first + j);
-      const bool fits = std::fabs(t.hi) < 1e38 && tau > 1e-25 && tau < 1e25;
-      if (done[j] || !fits || rows.grad_lo(first + j) != 0) continue;
+      if (done[j] || !fits_float(t, tau) || rows.grad_lo(first + j) != 0) continue;
       const float *x = fetch(rows.x(first + j), 0, n_, x_), *g = fetch(rows.grad(first + j), 0, n_, grads_);
       Decided::template find_nearest<float>(x, g, n_, t, nearest[j], largest[j]);
       hi[j] = static_cast<float>(t.hi), taus[j] = static_cast<float>(tau);
@@ -136,9 +138,12 @@ class LaneBackward {
       const int64_t i = first + j;
       const Decided row(spec_, F_, rows.x(i), rows.grad(i), rows.tau(i), rows.threshold(i));
       double grad_k = 0, grad_tau = 0;
-      done[j] = !asked && nothing[j]
-                    ? row.clear(rows.grad_x(i))
-                    : row.write_decided(distance[j], nothing[j], rows.grad_x(i), grad_k, grad_tau);
+      done[j] = true;
+      if (asked || !nothing[j]) {
+        done[j] = row.write_decided(distance[j], nothing[j], rows.grad_x(i), grad_k, grad_tau);
+      } else {
+        clear(rows.grad_x(i), rows.x(i).dtype, n_);
+      }
       if (!done[j]) continue;
       rows.put(i, grad_k, grad_tau);
       ++count;
