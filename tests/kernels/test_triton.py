@@ -22,6 +22,7 @@ from drawn import f64
 from khot import cdfs
 from khot._kernels.reference import soft_topk as reference
 from operators import log_limit
+from selection_rows import LOG_TAILS, rows_in_gaps
 
 ROOT = Path(__file__).parents[2]
 CDFS: dict[str, float] = {"logistic": 0.0, "laplace": 0.0, "normal": 0.0, "uniform": 2.0, "power": 4 / 3}
@@ -215,18 +216,11 @@ def test_gaps_of_any_width_need_no_float64(
     """As much is missing above t as is left over below."""
     kernels = request.getfixturevalue(where)
     leave_hard_rows_out(kernels, monkeypatch)
-    gap, tau = torch.tensor([14.0, 22.0, 40.0, 62.0, 100.0, 130.0, 160.0, 300.0, 2000.0]), 2.0**-10
-    up = torch.tensor([0.0, 0.0, 0.0, 0.25, 1.5, 90.0, 400.0])  # beyond the ends of the gap, in tau
-    down = torch.tensor([0.0, 0.5, 3.0, 3.0, 20.0, 150.0, 700.0, 900.0, 1000.0, 2000.0, 5000.0])
-    x = torch.cat([gap[:, None] / 2 + up, -gap[:, None] / 2 - down], 1) * tau + 2
+    tau = 2.0**-10
+    x, log_tail = rows_in_gaps(tau), LOG_TAILS[cdf]
     y, hi, lo = kernels.soft_topk(x, f64(7.0), f64(tau), cdf, 0.0, "y")
     assert not y.isnan().any()
     z = ((x.double() - hi[:, None].double()) - lo[:, None].double()) / tau
-    log_tail = {
-        "logistic": lambda z: -torch.nn.functional.softplus(z),
-        "laplace": lambda z: -z - math.log(2),
-        "normal": lambda z: torch.special.log_ndtr(-z),
-    }[cdf]
     missing, over = log_tail(z[:, :7]).logsumexp(1), log_tail(-z[:, 7:]).logsumexp(1)
     torch.testing.assert_close(missing, over, rtol=0, atol=1e-4)
 

@@ -20,6 +20,7 @@ from budget_rows import (
     numbers,
 )
 from khot._kernels.reference.budget_mask import budget_mask as reference_mask
+from selection_rows import LOG_TAILS, rows_in_gaps
 
 INF, NAN = math.inf, math.nan
 every_cdf = pytest.mark.parametrize("cdf", CDFS)
@@ -130,10 +131,8 @@ def test_gaps_of_any_width_need_no_float64(
     budget."""
     kernels = request.getfixturevalue(where)
     leave_hard_rows_out(kernels, monkeypatch)
-    gap, tau = torch.tensor([14.0, 22.0, 40.0, 62.0, 100.0, 130.0, 160.0, 300.0, 2000.0]), 2.0**-10
-    up = torch.tensor([0.0, 0.0, 0.0, 0.25, 1.5, 90.0, 400.0])  # beyond the ends of the gap, in tau
-    down = torch.tensor([0.0, 0.5, 3.0, 3.0, 20.0, 150.0, 700.0, 900.0, 1000.0, 2000.0, 5000.0])
-    x = torch.cat([gap[:, None] / 2 + up, -gap[:, None] / 2 - down], 1) * tau + 2
+    tau = 2.0**-10
+    x, log_tail = rows_in_gaps(tau), LOG_TAILS[cdf]
     w = 10 ** (3 * torch.rand(18, generator=torch.Generator().manual_seed(0)) - 2)
     spent = w[:7].double().sum()
     budget = spent * (1 + digits * 2.0**-52)
@@ -143,11 +142,6 @@ def test_gaps_of_any_width_need_no_float64(
     )
     assert not y.isnan().any()
     z = ((x.double() - hi[:, None]) - lo[:, None]) / tau
-    log_tail = {
-        "logistic": lambda z: -torch.nn.functional.softplus(z),
-        "laplace": lambda z: -z - math.log(2),
-        "normal": lambda z: torch.special.log_ndtr(-z),
-    }[cdf]
     log_w = w.double().log()
     missing = (log_tail(z[:, :7]) + log_w[:7]).logsumexp(1)
     over = (log_tail(-z[:, 7:]) + log_w[7:]).logsumexp(1)
