@@ -140,7 +140,8 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
       const VecF k = goal_ * (static_cast<float>(n_) / total_), left = static_cast<float>(n_) - k;
       const VecF few = k < left ? k : left, total = noise + variance;
       const IntF sharp = Passes::sharp(good, few, total);
-      if (any(sharp)) Passes::start_between(sharp);
+      Passes::sums_tails_ = any(sharp);
+      if (any(sharp & (total > Passes::kSpread))) Passes::start_between(sharp);
     }
   }
 

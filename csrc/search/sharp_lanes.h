@@ -23,13 +23,18 @@ class SharpLanes : public LanePasses<C, Tile> {
  protected:
   using Passes::hi_, Passes::lo_, Passes::scale_, Passes::sums_tails_, Passes::tau_;
 
-  // From here on a row is sharp: standard deviations of its scores, in tau. Its passes cost the rows beside
-  // it more, so that they start like it from half of that on.
-  static constexpr float kSharp = C::value_from_odds ? 13 : C::full_support ? 9 : 2.5f;
+  // From this variance of its scores on, in tau, a row is sharp. Where few are chosen, it is from less on:
+  // moments tell little of where these few are. From half of the deviation on, rows beside a sharp one are
+  // taken like it, whose passes cost them more.
+  static constexpr float kSharp = C::value_from_odds ? 169 : C::full_support ? 81 : 6.25f;
+  static constexpr float kFew = 14;
   static IntF sharp(IntF good, VecF few, VecF total) {
-    const IntF found = good & ((total > kSharp * kSharp) | (few * few < 0.02f * total));
-    return any(found) ? found | (good & (total > 0.25f * kSharp * kSharp)) : found;
+    const VecF least = kSharp * (C::full_support ? clamp_above<float>(few / kFew, 1) : splat(1.0f));
+    const IntF found = good & ((total > least) | (few * few < 0.02f * total));
+    return any(found) ? found | (good & (total > 0.25f * least)) : found;
   }
+  // Of sharp rows, those that start well from the moments.
+  static constexpr float kSpread = C::full_support ? 0.3f * kSharp : 0;
   static constexpr float kNothing = 1e-35f;  // below, tails are not told from each other
 
   using Passes::Passes;

@@ -97,7 +97,7 @@ class CompactSteps {
     const VecF miss = s.miss, size = abs<float>(miss), longest = 0.5f + 1.5f * size / usual_;
     // As entries leave 0 like z^e, the miss has a root of order e there, which a plain step only approaches.
     const VecF bend = s.miss * s.S2 / (s.S1 * s.S1);
-    const IntF multiple = (bend > 0.6f) & (size < 0.5f);
+    const IntF multiple = (bend > 0.45f) & (size < 0.5f);
     const VecF to_multiple = s.miss / (s.S1 * (1 - at_most(bend, splat(0.75f))));
 
     s.miss = at_most(at_least(s.miss, -0.9f * at.k), 0.9f * at.left);

@@ -13,7 +13,7 @@ namespace khot::KHOT_ISA {
 template <class C>
 class LaneSolver : public SharpCounts<C> {
   using Passes = SharpCounts<C>;
-  using Passes::is_found_, Passes::k_all_, Passes::sums_tails_;
+  using Passes::is_found_, Passes::is_sorted_, Passes::k_all_, Passes::sums_tails_;
   using Passes::n_, Passes::from_, Passes::to_, Passes::goal_, Passes::goal_low_, Passes::one_, Passes::tau_;
   using Passes::scale_, Passes::hi_, Passes::lo_, Passes::x_, Passes::y_, Passes::rows_, Passes::F_;
 
@@ -34,11 +34,15 @@ class LaneSolver : public SharpCounts<C> {
   void solve(const ForwardRows& rows, int64_t first, Goal& goal, bool* ordinary) {
     gather(rows, first);
     guess(goal);
-    if (is_found_) {
-      give_back_unless_reached(Passes::write_found());
-      return scatter(rows, first, ordinary);
+    const IntF wanted = good;
+    if (is_found_) return write_found(rows, first, ordinary);
+    Found<LaneSolver> found = find(*this);
+    if (const IntF lost = wanted & ~good; output_ == Output::kValue && !is_sorted_ && any(lost)) {
+      good = wanted;
+      start_between(lost);
+      if (is_found_) return write_found(rows, first, ordinary);
+      found = find(*this);
     }
-    const Found<LaneSolver> found = find(*this);
     if (output_ == Output::kThreshold) {  // what is wanted is threshold()
       for (int j = 0; j < width; ++j) ordinary[j] = good[j] != 0;
       return;
@@ -85,6 +89,11 @@ class LaneSolver : public SharpCounts<C> {
         return refined_step<C, LaneArithmetic>(s, k_, free_, few_, good);
       });
     }
+  }
+
+  void write_found(const ForwardRows& rows, int64_t first, bool* ordinary) {
+    give_back_unless_reached(Passes::write_found());
+    scatter(rows, first, ordinary);
   }
 
   // A row whose y does not have the sum that is asked for is given back.
@@ -155,16 +164,21 @@ class LaneSolver : public SharpCounts<C> {
     const VecF quantile = normal + (own - normal) * (noise / total);
     hi_ = origin + (off - tau_ * (static_cast<float>(F_.mean) + quantile * deviation));
     lo_ = VecF{};
-    if constexpr (!C::full_support) held_.start(few_ / deviation);
+    usual_ = few_ / deviation;
+    if constexpr (!C::full_support) held_.start(usual_);
     Passes::forget();
     if (output_ != Output::kValue) return;
     // The sum of f is about few/deviation. Where it is small beside k, one of y has not the digits that
     // matter.
     if constexpr (C::value_from_odds) sums_tails_ = any(good & (few_ * 12 < k_));
     const IntF sharp = Passes::sharp(good, few_, total);
-    if (!any(sharp)) return;
+    sums_tails_ |= C::full_support && any(sharp);
+    if (any(sharp & (total > Passes::kSpread))) start_between(sharp);
+  }
+
+  void start_between(IntF sharp) {
     Passes::start_between(sharp);
-    if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : few_ / deviation);
+    if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : usual_);
   }
 
   struct Quantiles {
@@ -216,6 +230,7 @@ class LaneSolver : public SharpCounts<C> {
   Output output_;
   float last_;
   VecF k_{}, free_{}, left_{}, few_{}, slope_{};
+  VecF usual_{};  // about the sum of f at the threshold
   CompactSteps held_;
 };
 

@@ -38,7 +38,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
 
   void forget() {
     Passes::forget();
-    is_found_ = is_hard_ = false;
+    is_found_ = is_hard_ = is_sorted_ = false;
   }
 
   int first_good() const {
@@ -56,6 +56,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
       ranks[j] = rank(k_all_[good[j] ? j : first]);
       low = std::min(low, ranks[j]), high = std::max(high, ranks[j]);
     }
+    is_sorted_ = true;
     const RankLanes sorted(x_, n_, low - kWindow + 1, high + kWindow, y_, rows_);
     Beside beside;
 #pragma GCC unroll 8
@@ -80,10 +81,13 @@ class SharpCounts : public SharpLanes<C, CountTile> {
   VecF write_found() { return is_hard_ ? write_hard() : Passes::write(); }
 
   double k_all_[width];
-  bool is_found_ = false;  // whether t of all rows is
+  bool is_found_ = false;   // whether t of all rows is
+  bool is_sorted_ = false;  // whether sharp rows have started between their entries
 
  private:
   static constexpr int kWindow = 8;
+  // From so many tau to either side on, the ends of a gap say where t is. Normal tails lose digits before.
+  static constexpr float kWide = C::value_from_odds ? 60 : 9;
 
   // Entries in descending order: those from rank r up, and those from rank r + 1 down; and r - k.
   struct Beside {
@@ -113,15 +117,15 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     }
     const bool all_covered = !any(~covered);
     if (!all_covered) size = 4;  // passes will follow
-    const VecF deep = splat(kDeep<C>);
-    const IntF hard = (beside.left == 0) & (first_up > deep) & (first_down > deep);
-    const IntF settled = step_beside(sharp, beside, hard | ~good, size, all_covered);
+    const auto in_gap = [&](float z) { return (beside.left == 0) & (first_up > z) & (first_down > z); };
+    const IntF hard = in_gap(kDeep<C>), wide = in_gap(kWide);
+    const IntF settled = step_beside(sharp, beside, wide | ~good, size, all_covered);
     is_found_ = !any(~(covered & settled)) && !any(good & ~sharp);
     is_hard_ = is_found_ && !any(good & ~hard);
-    // where y is 0 or 1, t still depends on how many entries lie at the ends of the gap
+    // where entries are decided, t still depends on how many of them lie at the ends of the gap
     const IntF crowded =
         ((beside.up[1] - beside.up[0]) * scale_ < 17) | ((beside.down[0] - beside.down[1]) * scale_ < 17);
-    if (any(good & hard & crowded)) weigh_ends(hard, beside);
+    if (any(good & wide & crowded)) weigh_ends(wide, beside);
   }
 
   // Steps among so many entries on each side; which rows are settled then.
@@ -166,24 +170,40 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     return settled;
   }
 
-  // Moves t of rows in a gap to where the tails of both ends weigh the same. Rows are given back where more
-  // entries than these may be near, or where a normal tail is not an exponential.
-  KHOT_APART void weigh_ends(IntF hard, const Beside& beside) {
-    VecF A = splat(1.0f), B = splat(1.0f);
-    const VecF half = 0.5f * (beside.up[0] - beside.down[0]) * scale_;
-    for (int i = 1; i < kWindow; ++i) {
-      const VecF a = (beside.up[i] - beside.up[0]) * scale_, b = (beside.down[0] - beside.down[i]) * scale_;
-      const VecF far_a = C::value_from_odds ? a : (half + 0.5f * a) * a;
-      const VecF far_b = C::value_from_odds ? b : (half + 0.5f * b) * b;
-      A += exp2_held(far_a * static_cast<float>(-kLog2E)),
-          B += exp2_held(far_b * static_cast<float>(-kLog2E));
+  // The tail beyond z over the density there, where that depends on z.
+  static KHOT_INLINE VecF ratio(VecF z) {
+    if constexpr (std::is_same_v<C, Normal>) return Normal::mills<float>(z);
+    return splat(1.0f);
+  }
+
+  // Moves t of rows in a gap to where the tails of both ends weigh the same. A normal tail is its density,
+  // times a ratio that hardly changes with t.
+  KHOT_APART void weigh_ends(IntF wide, const Beside& beside) {
+    constexpr bool bends = !C::value_from_odds;
+    const VecF up = beside.up[0], down = beside.down[0], half = 0.5f * (up - down) * scale_;
+    // it is so steep there that t may need more digits than a pair of floats has
+    if (bends) good &= ~wide | (half * scale_ * (abs<float>(up) + abs<float>(down)) < 0x1p34f);
+    const IntF many =
+        ((beside.up[kWindow - 1] - up) * scale_ < 18) | ((down - beside.down[kWindow - 1]) * scale_ < 18);
+    VecF moved{};
+    for (int trial = 0; trial < (bends ? 3 : 1); ++trial) {
+      const VecF to_up = half - moved, to_down = half + moved;
+      VecF A{}, B{};
+      const auto add = [&](VecF x) {
+        const IntF above = x >= up;
+        const VecF a = (above ? x - up : down - x) * scale_, end = above ? to_up : to_down;
+        const VecF fallen = bends ? (end + 0.5f * a) * a : a;
+        const VecF weight = exp2_held(fallen * static_cast<float>(-kLog2E)) * ratio(end + a);
+        A += above ? weight : VecF{}, B += above ? VecF{} : weight;
+      };
+      if (any(good & wide & many)) {
+        for (int i = 0; i < n_; ++i) add(*column(x_, i));
+      } else {
+        for (int i = 0; i < kWindow; ++i) add(beside.up[i]), add(beside.down[i]);
+      }
+      moved = log<float>(B / A) / (bends ? 2 * half : splat(2.0f));
     }
-    const IntF many = ((beside.up[kWindow - 1] - beside.up[0]) * scale_ < 18) |
-                      ((beside.down[0] - beside.down[kWindow - 1]) * scale_ < 18);
-    const IntF bends = C::value_from_odds ? IntF{} : (A > 1.0001f) | (B > 1.0001f);
-    good &= ~(hard & (many | bends));
-    const VecF slope = C::value_from_odds ? splat(2.0f) : 2 * half;
-    Passes::move(good & hard ? log<float>(B / A) / slope : VecF{});
+    Passes::move(good & wide ? moved : VecF{});
   }
 
   VecF write_hard() {
