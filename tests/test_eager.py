@@ -487,6 +487,54 @@ def test_other_soft_calls_that_are_not_plain() -> None:
     assert answered == [False] * len(answered) and len(answered) >= 6
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("soft_topk", khot.soft_topk),
+        ("soft_topk", khot.log_soft_topk),
+        ("hard_topk", partial(khot.soft_topk, hard=True)),
+    ],
+)
+def test_packed_rows_of_one_length(name: str, call: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    x, offsets = scores(6, 9).requires_grad_(), torch.arange(0, 55, 9, dtype=dtype)
+    mask = torch.arange(54).view(6, 9) % 5 > 0
+    k, tau = (torch.linspace(*ends, 6, dtype=torch.float64).requires_grad_() for ends in ((1, 4), (0.5, 2)))
+    for numbers in ((k, tau), (torch.tensor(2.5), 0.7)):
+        leaves = [v for v in (x, *numbers) if isinstance(v, Tensor) and v.requires_grad]
+        for options in ({}, {"mask": mask}):
+            found = []
+            for matrix in (True, False):
+                given = options if matrix else {key: value.flatten() for key, value in options.items()}
+                given = given if matrix else given | {"offsets": offsets}
+                with answers(name) as answered:
+                    y = call(x if matrix else x.flatten(), numbers[0], tau=numbers[1], **given)
+                assert answered == [True]
+                first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
+                second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+                found.append((y.detach().flatten(), *(g.detach() for g in first), *second))
+            assert same(*found)
+
+
+def test_packed_rows_that_are_not_plain() -> None:
+    x, even = scores(12), torch.tensor([0, 4, 8, 12])
+    with answers("soft_topk") as answered:
+        for offsets in ([0, 3, 8, 12], [0, 4, 8], [4, 8, 12], [0, 4, 8, 13], [0], [[0, 4, 8, 12]]):
+            assert same(*both(lambda o=offsets: khot.soft_topk(x, 2, offsets=torch.tensor(o))))  # type: ignore[misc]
+        others: list[dict[str, Any]] = [
+            *({"offsets": even.to(dtype)} for dtype in (torch.int16, torch.float32)),
+            *({"k": torch.full(shape, 2.0)} for shape in ((1,), (3, 1), (4,))),
+            *({"tau": torch.full(shape, 2.0)} for shape in ((1,), (1, 3))),
+            *({"mask": mask} for mask in (x[:4] > -9, x.view(3, 4) > -9, x)),
+            *({"input": rows} for rows in (x.view(3, 4), x.view(1, 12), x[::2])),
+            *({"dim": 1}, {"k": 5}, {"k": 4}, {"k": 0}, {"largest": False}, {"offsets": even[::2]}),
+        ]
+        for other in others:
+            given = {"input": x, "k": 2, "offsets": even} | other
+            assert same(*both(lambda given=given: khot.soft_topk(**given))), other  # type: ignore[misc]
+    assert not any(answered)
+
+
 def test_large_calls_and_their_gradients_are_shared_among_threads_alike() -> None:
     threads = torch.get_num_threads()
     try:

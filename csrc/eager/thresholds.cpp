@@ -372,7 +372,7 @@ Levelled levelled(PyObject* const* args, Py_ssize_t count) {
 
 }  // namespace
 
-// soft_topk(input, k, dim, tau, cdf, largest, mask, group, log)
+// soft_topk(input, k, dim, tau, cdf, largest, mask, group, log, offsets)
 namespace {
 
 // A mask that the kernels read: dense, and of the sizes of x or of one row.
@@ -404,30 +404,76 @@ std::optional<Argument> argument(PyObject* value, const Tensor& x, int64_t dim, 
     result.each = given.to(at::kDouble).expand(batch).contiguous();
     count = result.each.numel();
   }
+  const Listed numbers = result.numbers();
   for (int64_t row = 0; row < count; ++row) {
-    if (!(result.numbers()(row) > 0 && result.numbers()(row) <= most)) return std::nullopt;
+    if (!(numbers(row) > 0 && numbers(row) <= most)) return std::nullopt;
   }
   return result;
+}
+
+// Packed values as a matrix, if the offsets are those of rows of one length; undefined otherwise.
+Tensor equal_rows(const Tensor& x, PyObject* offsets) {
+  if (!THPVariable_CheckExact(offsets) || x.dim() != 1) return Tensor();
+  const Tensor& starts = THPVariable_Unpack(offsets);
+  const int64_t rows = starts.numel() - 1, n = rows > 0 ? x.numel() / rows : 0;
+  if (starts.dim() != 1 || !plain_tensor(starts) || !starts.is_contiguous() || n * rows != x.numel()) {
+    return Tensor();
+  }
+  const auto are_even = [=](const auto* start) {
+    int64_t row = 0;
+    while (row <= rows && start[row] == row * n) ++row;
+    return row > rows;
+  };
+  const bool even = starts.scalar_type() == at::kLong  ? are_even(starts.const_data_ptr<int64_t>())
+                    : starts.scalar_type() == at::kInt ? are_even(starts.const_data_ptr<int32_t>())
+                                                       : false;
+  return even ? x.view({rows, n}) : Tensor();
+}
+
+// Whether a number of packed rows is one for all, or a tensor of one for each.
+bool is_of_rows(PyObject* number, int64_t rows) {
+  if (!THPVariable_CheckExact(number)) return true;
+  const Tensor& each = THPVariable_Unpack(number);
+  return each.dim() == 0 || each.numel() == rows;
 }
 
 PyObject* on_cpu(PyObject* const* args, bool hard) {
   if (args[5] != Py_True || args[7] != Py_None) Py_RETURN_NONE;
   int64_t dim = -1;
   const Tensor* x = rows_of(args[0], args[2], kAny);
-  if (x == nullptr) x = columns_of(args[0], args[2], dim);
+  Tensor mask, matrix;
+  if (args[6] != Py_None) {
+    if (!THPVariable_CheckExact(args[6])) Py_RETURN_NONE;
+    mask = THPVariable_Unpack(args[6]);
+  }
+  if (args[9] != Py_None) {
+    if (x != nullptr) matrix = equal_rows(*x, args[9]);
+    if (!matrix.defined()) Py_RETURN_NONE;
+    for (PyObject* const number : {args[1], args[3]}) {
+      if (!is_of_rows(number, matrix.size(0))) Py_RETURN_NONE;
+    }
+    if (mask.defined()) {
+      if (mask.sizes() != x->sizes()) Py_RETURN_NONE;
+      mask = mask.view(matrix.sizes());
+    }
+    x = &matrix;
+  } else if (x == nullptr) {
+    x = columns_of(args[0], args[2], dim);
+  }
   if (x == nullptr) Py_RETURN_NONE;
-  const auto k = argument(args[1], *x, dim, static_cast<double>(x->size(dim)));
+  // the kernel of packed rows has no search for those of which all are selected
+  const double n = static_cast<double>(x->size(dim)), most = matrix.defined() ? std::nextafter(n, 0) : n;
+  const auto k = argument(args[1], *x, dim, most);
   const auto tau = argument(args[3], *x, dim, std::numeric_limits<double>::max());
   const auto cdf = cdf_of(args[4]);
   if (!k || !tau || !cdf) Py_RETURN_NONE;
   const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
   Problem problem{{*cdf, 0, output, x->size(dim), nullptr}, *k, *tau, Tensor(), hard, dim};
-  if (args[6] != Py_None) {
-    if (!THPVariable_CheckExact(args[6]) || !suits(THPVariable_Unpack(args[6]), *x, dim)) Py_RETURN_NONE;
-    problem.mask = THPVariable_Unpack(args[6]);
-  }
+  if (mask.defined() && !suits(mask, *x, dim)) Py_RETURN_NONE;
+  problem.mask = mask;
   Tensor y = solve(*x, problem);
   if (!y.defined()) Py_RETURN_NONE;
+  if (matrix.defined()) y = y.view({-1});
   return THPVariable_Wrap(std::move(y));
 }
 
@@ -435,17 +481,19 @@ PyObject* on_cpu(PyObject* const* args, bool hard) {
 
 PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 9, "khot: soft_topk takes 9 arguments");
-  if (PyObject* const there = gpu::call(gpu::kSoftTopk, args)) return there;
+  TORCH_CHECK_TYPE(count == 10, "khot: soft_topk takes 10 arguments");
+  if (args[9] == Py_None) {
+    if (PyObject* const there = gpu::call(gpu::kSoftTopk, args)) return there;
+  }
   return on_cpu(args, false);
   END_HANDLE_TH_ERRORS
 }
 
-// hard_topk(input, k, dim, tau, cdf, largest, mask, group, log): the hard mask with the gradient of the soft
-// one
+// hard_topk(input, k, dim, tau, cdf, largest, mask, group, log, offsets): the hard mask with the gradient of
+// the soft one
 PyObject* hard_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 9, "khot: hard_topk takes 9 arguments");
+  TORCH_CHECK_TYPE(count == 10, "khot: hard_topk takes 10 arguments");
   return on_cpu(args, true);
   END_HANDLE_TH_ERRORS
 }

@@ -100,15 +100,15 @@ def soft_topk(
         >>> khot.soft_topk(scores, 2, tau=0.5)
         tensor([0.2689, 0.9526, 0.7311, 0.0474])
     """
-    if offsets is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling():
         call = eager.hard_topk if hard is True else eager.soft_topk
-        plain = call(input, k, dim, tau, cdf, largest, mask, group, False)
+        plain = call(input, k, dim, tau, cdf, largest, mask, group, False, offsets)
         if plain is not None:
             if not isinstance(hard, bool):
                 arguments.check_flags(hard=hard)
             return plain
-        if hard is True:  # on a GPU both are plain calls
-            plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False)
+        if hard is True and offsets is None:  # on a GPU both are plain calls
+            plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, False, None)
             if plain is not None:
                 return topk_mask(input, k, dim, largest=largest, mask=mask) + (plain - plain.detach())
     return _soft(input, k, dim, group, tau, cdf, largest, mask, hard, offsets=offsets)
@@ -144,8 +144,8 @@ def log_soft_topk(
         >>> khot.log_soft_topk(torch.tensor([200.0, 100.0, 0.0]), 1.5, tau=0.5)[1:]
         tensor([  -0.6931, -200.0000])
     """
-    if offsets is None and not is_dynamo_compiling():
-        plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, True)
+    if not is_dynamo_compiling():
+        plain = eager.soft_topk(input, k, dim, tau, cdf, largest, mask, group, True, offsets)
         if plain is not None:
             return plain
     return _soft(input, k, dim, group, tau, cdf, largest, mask, output="log", offsets=offsets)
@@ -334,7 +334,7 @@ def ot_topk(
     """
     plain = hard is False and normalize is False and type(epsilon) is float and offsets is None
     if plain and not is_dynamo_compiling():
-        small = eager.soft_topk(input, k, dim, epsilon / 2, "logistic", largest, mask, group, False)
+        small = eager.soft_topk(input, k, dim, epsilon / 2, "logistic", largest, mask, group, False, None)
         if small is not None:
             return small
     row = rows.named(group)

@@ -94,6 +94,31 @@ def test_short_rows_share_programs(kernels: ModuleType) -> None:
         assert error(got, want) < 1e-5
 
 
+def test_windows_of_one_program(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short rows, which a program takes as they lie, with long ones among them."""
+    monkeypatch.setattr(kernels.layout, "SMALL_BATCH", 0)
+    lengths = [i * i % 10 for i in range(70)]
+    lengths[3], lengths[40], lengths[41] = 300, 29, 33
+    kernels.ragged.parts.cache_clear()
+    short, *long = kernels.ragged.parts(70, sum(lengths), torch.float32)
+    assert short.tile.together == 32 and len(long) == 1
+    given, which = packed(lengths), ("logistic", 0.0, "y")
+    grad = torch.ones_like(given[0]).cumsum(0).cos()
+    found, expected = of_kernels(kernels, *given, grad, *which), each_row(*given, grad, *which)
+    for got, want in zip(found, expected, strict=True):
+        assert error(got, want) < 1e-5
+    kernels.ragged.parts.cache_clear()
+
+
+def test_rows_of_one_length(kernels: ModuleType) -> None:
+    """A window of them is not sorted; the last one is not full."""
+    given, which = packed([6] * 75), ("logistic", 0.0, "y")
+    grad = torch.ones_like(given[0]).cumsum(0).cos()
+    found, expected = of_kernels(kernels, *given, grad, *which), each_row(*given, grad, *which)
+    for got, want in zip(found, expected, strict=True):
+        assert error(got, want) < 1e-5
+
+
 @pytest.mark.parametrize("length", [7, 65, 300], ids=["short", "of many pieces", "long"])
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "k", "tau"])
 def test_a_bad_row_is_bad_alone(kernels: ModuleType, length: int, bad: str) -> None:
@@ -152,6 +177,6 @@ def test_each_row_has_one_program(kernels: ModuleType, rows: int, mean: int) -> 
     assert short.programs * short.tile.together >= rows
     assert len(long) == (rows * mean > most)
     for part in long:
-        assert part.least == most and rows <= part.programs * part.each and part.each <= 32
+        assert part.least == most and rows <= part.programs * part.each and part.each <= 64
     (only,) = kernels.ragged.parts(rows, rows * mean, torch.float64)
     assert only.least < 0

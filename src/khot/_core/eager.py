@@ -53,7 +53,8 @@ def _ordinary(*_: Any) -> None:
 
 _Call = Callable[..., Tensor | None]
 
-#: soft_topk(input, k, dim, tau, cdf, largest, mask, group, log), with its gradient
+#: soft_topk(input, k, dim, tau, cdf, largest, mask, group, log, offsets), with its gradient; of packed rows
+#: those of one length, on the CPU
 soft_topk: _Call = _ordinary
 #: hard_topk, with the arguments of soft_topk, on the CPU: the hard mask with the gradient of the soft one
 hard_topk: _Call = _ordinary

@@ -32,9 +32,9 @@ from khot._kernels.triton.sizes import cdiv, next_power_of_2
 WINDOW = tl.constexpr(32)  # rows that are sorted by length: one of a thread
 ALIGNED = tl.constexpr(4)  # entries: of float32 16 bytes
 MOST = 16  # pieces of short rows, as are 64 entries of a thread; or half of it, if rows of twice the mean fit
-SEEN = tl.constexpr(32)  # rows that a program looks for longer ones among, at most
+SEEN = tl.constexpr(64)  # rows that a program looks for longer ones among, at most
 # How many programs look for longer rows, about: if only rows of twice the mean length are such; if more are.
-FEW, MANY = 256, 4096
+FEW, MANY = 128, 4096
 
 # --------------------------------------------------------------------------------- which rows
 
@@ -57,16 +57,19 @@ def _alike(offsets, rows, total, T: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     first = program // SHARED * WINDOW
     number = tl.arange(0, WINDOW)
-    there = first + number < rows
-    at = offsets + first + number
-    n = (tl.load(at + 1, mask=there, other=0) - tl.load(at, mask=there, other=0)).to(tl.int32)
-    n = tl.where(there & (n <= T.pieces * T.width - ALIGNED), tl.maximum(n, 0), -1)
-    order = tl.sort(n * WINDOW + number, descending=True)
-    mine = (program % SHARED).to(tl.int32) * T.together + tl.arange(0, T.together)
-    own = tl.gather(order, mine, 0)
-    row, there = first + (own & (WINDOW - 1)), own >= 0
-    start, n = _extents(offsets, row, there, total)
-    return row, there, start, n
+    start, n = _extents(offsets, first + number, first + number < rows, total)
+    there = (first + number < rows) & (n <= T.pieces * T.width - ALIGNED)
+    if SHARED == 1:  # all of them are the program's
+        return first + number, there, start, tl.where(there, n, 0)
+    else:
+        n = tl.where(there, n, -1)
+        order = n * WINDOW + number
+        if tl.min(n) < tl.max(n):  # rows of one length are alike as they come
+            order = tl.sort(order, descending=True)
+        mine = (program % SHARED).to(tl.int32) * T.together + tl.arange(0, T.together)
+        own = tl.gather(order, mine, 0)
+        number = own & (WINDOW - 1)
+        return first + number, own >= 0, tl.gather(start, number, 0), tl.maximum(own, 0) // WINDOW
 
 
 @triton.jit
@@ -94,14 +97,6 @@ def _one(bad, row, start, n, r, T: tl.constexpr):
 
 
 @triton.jit
-def _any_longer(offsets, first, rows, total, each, least):
-    """Whether a row from the first on is longer than the least."""
-    number = tl.arange(0, SEEN)
-    _, n = _extents(offsets, first + number, (number < each) & (first + number < rows), total)
-    return tl.max(n) > least
-
-
-@triton.jit
 def _serve(offsets, rows, total, each, least, serve: tl.constexpr, given, T: tl.constexpr):
     """serve(row, there, start, n, *given) for rows of up to as many entries as a :class:`.arguments.Tile`
     holds, together; or, of `each` rows one after another, for those that are longer than the least, which
@@ -111,13 +106,17 @@ def _serve(offsets, rows, total, each, least, serve: tl.constexpr, given, T: tl.
         serve(row, there, start, n, *given)
     else:
         first = tl.program_id(0).to(tl.int64) * each
-        if _any_longer(offsets, first, rows, total, each, least):
-            for r in range(each):
-                row = first + r
-                there = row < rows
-                start, n = _extents(offsets, row, there, total)
-                if there & (n > least):
-                    serve(row, there, start, n, *given)
+        number = tl.arange(0, SEEN)
+        there = (number < each) & (first + number < rows)
+        start, n = _extents(offsets, first + number, there, total)
+        left = there & (n > least)
+        for _ in range(tl.sum(left.to(tl.int32))):
+            r = tl.min(tl.where(left, number, SEEN))
+            found = number == r
+            serve(
+                first + r, r < SEEN, tl.sum(tl.where(found, start, 0)), tl.sum(tl.where(found, n, 0)), *given
+            )
+            left = left & ~found
 
 
 # --------------------------------------------------------------------------------- forward
