@@ -1,15 +1,13 @@
-"""khot on a GPU, in three commands of less than five minutes each: `python -m benchmarks.device check`, then
-`bench`, then `layers`.
+"""khot on a GPU, in two commands of less than five minutes each: `python -m benchmarks.device bench`, then
+`layers`. What it computes there is tests/test_cuda.py's.
 
-`check` runs tests/test_cuda.py, which needs pytest: values and gradients of every operator against the CPU,
-calls without Python against the ordinary way bit by bit, whether the host waits, and CUDA graphs.
 `bench` times the soft top-k on the shapes that the project has goals for, and the other operators, beside
 torch's softmax, sort and topk. `layers` times layers beside what one would write by hand.
 
-All run from a bare checkout with PYTHONPATH=src:tests, without git (KHOT_REVISION names the revision) and
-without a network. `bench` and `layers` compile in as many processes as --jobs says, stop by themselves after
-four minutes, write device.json and device.md into --out after every step, and go on from there when they are
-started again. --only takes some of the steps, say `bench --only "other operators"`, or of the tests.
+Both run from a bare checkout with PYTHONPATH=src:tests, without git (KHOT_REVISION names the revision) and
+without a network. They compile in as many processes as --jobs says, stop by themselves after four minutes,
+write device.json and device.md into --out after every step, and go on from there when they are started
+again. --only takes some of the steps, say `bench --only "other operators"`.
 --dry-run takes tiny shapes and the CPU, for a rehearsal: under KHOT_KERNELS=triton and TRITON_INTERPRET=1
 with the kernels themselves, interpreted.
 """
@@ -22,7 +20,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +42,6 @@ from khot import cdfs
 from khot.losses import FenchelYoungTopKLoss
 
 RESULTS = Path(__file__).parent / "results"
-TESTS = Path(__file__).parents[1] / "tests" / "test_cuda.py"
 SECONDS = {"bench": 240, "layers": 120}  # after which nothing new is begun
 REPEATS, LONG = 20, 0.1  # calls that are timed, but no more of them than take so many seconds
 TOGETHER = 10  # replays of a graph that are timed together, so that no launch shows
@@ -84,19 +80,6 @@ def gpu_or_cpu(dry: bool) -> torch.device:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-# --------------------------------------------------------------------------------------- check
-
-
-def check(only: str, jobs: int, dry: bool) -> int:
-    """The exit code of the tests of a device; a rehearsal only collects them."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS), "-k", only]
-    if dry:
-        command += ["--collect-only"]
-    elif importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(jobs)]
-    return subprocess.run(command, env={**os.environ, "KHOT_REQUIRE_CUDA": "1"}, check=False).returncode
 
 
 def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
@@ -550,7 +533,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.device", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=["check", *SECONDS])
+    parser.add_argument("what", choices=SECONDS)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes")
     parser.add_argument("--seconds", type=float, help="after which nothing new is begun")
@@ -562,8 +545,6 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("benchmarks.device: torch sees no GPU, so nothing was measured", file=sys.stderr)
         raise SystemExit(2)
-    if args.what == "check":
-        raise SystemExit(check(args.only, args.jobs, dry))
     end = time.monotonic() + (SECONDS[args.what] if args.seconds is None else args.seconds)
 
     path = args.out / "device"

@@ -12,7 +12,7 @@ __all__ = ["Largest"]
 
 
 class Largest(TorchDispatchMode):
-    """The most entries and bytes that a tensor had which an operation inside returned."""
+    """The most entries and bytes that a tensor had which an operation inside made; views are of none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_iter(args) if isinstance(t, Tensor)}
         for t in tree_iter(out):
-            if isinstance(t, Tensor):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
                 self.numel, self.nbytes = max(self.numel, t.numel()), max(self.nbytes, t.nbytes)
         return out

@@ -533,9 +533,6 @@ def soft_budget_grad(
     return _floats(dx), _floats(dw), float(price), float(dtau)
 
 
-# ----------------------------------------------------------------------------- convex programmes
-
-
 # ----------------------------------------------------------------------------------- isotonic PAV
 
 

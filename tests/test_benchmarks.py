@@ -316,16 +316,6 @@ def test_the_rehearsal_for_a_device_writes_its_report_and_goes_on(
     assert (tmp_path / "device.json").read_bytes() == before
 
 
-def test_a_device_is_checked_by_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(returncode=3)
-    )
-    with pytest.raises(SystemExit, match="3"):
-        device.main(["check", "--dry-run", "--only", "quantile"])
-    assert {str(device.TESTS), "quantile", "--collect-only"} <= set(ran[0]) and device.TESTS.exists()
-
-
 def test_every_function_of_the_bench_runs() -> None:
     case = device.Case(3, 20, 16)
     x = device.scores(case, torch.device("cpu"))

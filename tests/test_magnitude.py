@@ -333,9 +333,6 @@ def test_one_operator_with_signs_is_the_one_without(p: float, dtype: torch.dtype
     assert torch.equal(y.signbit()[some], x.signbit()[some])
 
 
-# ------------------------------------------------------------------------- masks, tensors, dims, layout
-
-
 # ------------------------------------------------------------------------------------------ derivatives
 
 # Of these the first row is pooled (four entries share two places), the second in part, the third not at all.

@@ -324,6 +324,3 @@ def test_the_gradient_of_a_masked_row_stays_with_the_entries_that_take_part() ->
     khot.kth_value(x, 1, mask=torch.tensor([False, True, True, True])).backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 1, 0, 0]
-
-
-# ------------------------------------------------------------------------ transforms, compilation

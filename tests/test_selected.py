@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.func import hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import khot
 from khot._ops import selected
 from khot._ops.selected import best_of_product, selected_dot, selected_sum
+from largest import Largest
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
@@ -258,30 +258,14 @@ def test_meta_tensors() -> None:
     assert x.grad is not None and weight.grad is not None
 
 
-class _Largest(TorchDispatchMode):
-    """The size of the largest tensor that was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:  # no view
-                self.size = max(self.size, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neither_the_scores_nor_the_selected_rows_are_kept(dtype: torch.dtype) -> None:
     rows, n, d, k = 2000, 300, 40, 60
     x, weight, bias = of_sizes((rows, d), n, dtype)
-    with _Largest() as largest:
+    with Largest() as largest:
         values, _ = khot.linear_topk(x, weight, k, bias)
         torch.autograd.grad(values.sum(), (x, weight, bias))
-    assert largest.size <= max(rows * k, 256 * n) < rows * n
+    assert largest.numel <= max(rows * k, 256 * n) < rows * n
 
 
 def heads(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -389,9 +373,9 @@ def test_parts_of_what_was_selected(part: slice) -> None:
 
 def test_a_few_products_of_half_precision_widen_no_matrix() -> None:
     M = torch.ones(1000, 4, dtype=torch.bfloat16)
-    with _Largest() as largest:
+    with Largest() as largest:
         selected_dot(M[:2], M, torch.tensor([[1, 2], [3, 4]]))
-    assert largest.size <= 16
+    assert largest.numel <= 16
 
 
 X, W = torch.zeros(3, 4), torch.zeros(5, 4)

@@ -167,14 +167,6 @@ def test_masks_of_rows_without_k_finite_entries(dtype: torch.dtype, end: float) 
         assert torch.equal(khot.topk_mask(x, 990), 1 - finite)
 
 
-@DTYPES
-def test_agrees_with_torch_where_nothing_is_equal(dtype: torch.dtype) -> None:
-    x = torch.randperm(250, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for largest in (True, False):
-        for got, want in zip(khot.topk(x, 4, 0, largest), torch.topk(x, 4, 0, largest), strict=True):
-            assert torch.equal(got, want)
-
-
 def test_is_torch_s_named_tuple() -> None:
     found = khot.topk(torch.tensor([2.0, 9.0, 5.0]), k=2, dim=0, largest=True, sorted=True)
     assert found._fields == ("values", "indices")

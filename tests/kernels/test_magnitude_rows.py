@@ -72,24 +72,6 @@ def test_rows_of_every_length(p: float, first: int) -> None:
         assert_as_reference(x, k, torch.tensor(tau), p)
 
 
-@each_float
-@each_p
-def test_adversarial_rows(p: float, dtype: torch.dtype) -> None:
-    for n in (4, 8, 16, 64, 300):
-        rows = [scores(n, torch.Generator().manual_seed(n)) for scores in ADVERSARIAL.values()]
-        x = torch.stack(rows).to(dtype)
-        for tau in (0.01, 1.0):
-            for k in sorted({1, n // 3, n - 1}):
-                assert_as_reference(x, torch.full((len(x),), k), torch.tensor(tau), p)
-
-
-@each_p
-def test_scalars_of_each_row(p: float) -> None:
-    x = floats(48, 64) * torch.logspace(-6, 6, 48)[:, None]
-    k = torch.randint(0, 65, (48,), generator=torch.Generator().manual_seed(0))
-    assert_as_reference(x, k, torch.logspace(-6, 6, 48).flip(0), p)
-
-
 @each_p
 def test_rows_that_are_left_to_the_other_solver(p: float) -> None:
     """In one group with rows that are not: a NaN, infinite entries, k or tau out of range."""

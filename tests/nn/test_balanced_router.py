@@ -234,9 +234,6 @@ def test_in_eval_mode_each_token_chooses_by_itself(k: float) -> None:
     assert grad.any()  # of the probabilities
 
 
-# ------------------------------------------------------------------------------------ in a mixture
-
-
 # ------------------------------------------------------------------------------------ a module like any other
 
 

@@ -40,7 +40,6 @@ NOT_SUPPORTED: dict[tuple[str, str, bool], str] = {
     # in train mode it counts the tokens
     ("QuantileBalancer", "vmap", True): IN_PLACE,
     ("TokenChoiceRouter-balanced", "vmap", True): IN_PLACE,
-    ("TopKRouter-balanced", "vmap", True): IN_PLACE,
     # in train mode it sets its biases
     ("BalancedRouter", "vmap", True): IN_PLACE,
     ("MixtureOfExperts-balanced", "vmap", True): IN_PLACE,

@@ -25,21 +25,6 @@ def by_sorting(x: Tensor, k: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(*x.shape[:-1], k)
 
 
-@each_dtype
-@pytest.mark.parametrize("k", [0, 1, 5, 32, 200])
-@pytest.mark.parametrize("kinds", [1, 2, 40])
-def test_the_best_are_sorted_and_of_equal_ones_the_first(dtype: torch.dtype, k: int, kinds: int) -> None:
-    x = levels(3, 7, 200, kinds=kinds).to(dtype)
-    got = khot.topk(x, k).indices
-    assert got.equal(by_sorting(x, k))
-    assert torch.zeros_like(x).scatter(-1, got, 1).equal(khot.topk_mask(x, k))
-
-
-def test_entries_that_may_not_be_selected_come_last() -> None:
-    x = torch.tensor([[1.0, -math.inf, 2.0, 1.0, -math.inf]])
-    assert khot.topk(x, 5).indices.tolist() == [[2, 0, 3, 1, 4]]
-
-
 def tied_sae(dtype: torch.dtype, batch: bool, k: float) -> khot.nn.TopKSAE:
     """An autoencoder whose activations are the inputs, each for several latents."""
     sae = khot.nn.TopKSAE(6, 24, k, batch=batch, dtype=dtype).eval()
@@ -63,14 +48,6 @@ def test_the_sparse_code_is_the_dense_one(
     if not batch:
         assert indices.equal(by_sorting(a[None], math.floor(k + 0.5))[0])
         torch.testing.assert_close(sae.decode(code), sae(x))
-
-
-def test_a_wide_autoencoder_in_bf16() -> None:
-    torch.manual_seed(0)
-    sae = khot.nn.TopKSAE(64, 4096, 32, dtype=torch.bfloat16).eval()
-    x = torch.randn(200, 64, dtype=torch.bfloat16)
-    code, (values, indices) = sae.encode(x), sae.top(x)
-    assert torch.zeros_like(code).scatter(-1, indices, values).equal(code)
 
 
 @pytest.mark.parametrize("batch", [False, True])
