@@ -22,12 +22,13 @@ from torch import Tensor
 from triton.compiler.compiler import CompiledKernel, make_backend
 
 from khot._core.dispatch import OPERATORS
-from khot._kernels.triton import around, counted, exact_sums, functions, magnitude, native, paid, plans, pull
+from khot._kernels.triton import around, counted, functions, magnitude, native, paid, plans, pull
+from khot._kernels.triton.float64_sums import BY
 
 SIZES = {"i32": 4, "fp32": 4}  # of all other parameters 8
 CDFS = {number: name for name, number in functions.CDFS.items()}
 HOW = {number: name for name, number in around.HOW.items()}
-FORMS = {number: name for name, number in exact_sums.BY.items()}
+FORMS = {number: name for name, number in BY.items()}
 OUTPUTS = {number: name for name, number in functions.OUTPUTS.items()}
 DTYPES = {
     "*i1": torch.bool,

@@ -83,7 +83,7 @@ def test_adversarial_rows(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, 
 def leave_hard_rows_out(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that the float32 solver does not solve stay NaN."""
     counted = kernels.counted
-    monkeypatch.setattr(counted, "COUNT", counted.COUNT._replace(exactly=lambda *_: None))
+    monkeypatch.setattr(counted, "COUNT", counted.COUNT._replace(in_float64=lambda *_: None))
     monkeypatch.setattr(counted, "_variant", counted._variant.__wrapped__)
 
 
@@ -403,7 +403,7 @@ def test_ordinary_thresholds_take_one_step_in_float64(
 
     tile = {"together": (4, 1, 256, 1), "alone": (1, 2, 128, 1), "past": (1, 2, 64, 1, True)}[layout]
     monkeypatch.setattr(kernels.layout, "tile", lambda rows, n: kernels.layout.Tile(*tile))
-    monkeypatch.setattr(kernels.exact, "find_exactly", none)
+    monkeypatch.setattr(kernels.float64, "find_in_float64", none)
     monkeypatch.setattr(kernels.polish, "STEPS", kernels.polish.tl.constexpr(steps))
     x = torch.randn(4, 250, generator=torch.Generator().manual_seed(2))
     args = (f64(31.3), f64(0.7), cdf, CDFS[cdf], "threshold")
@@ -455,7 +455,7 @@ def test_one_launch_a_direction(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     for scores, output, grad_lo, names in (
         (x, "y", torch.zeros(()), ["solve", "pull_rows"]),
         (x, "threshold", torch.ones(2), ["solve", "pull_rows"]),
-        (x.double(), "y", torch.zeros(()), ["solve_exactly", "pull_rows_exactly"]),
+        (x.double(), "y", torch.zeros(()), ["solve_in_float64", "pull_rows_in_float64"]),
     ):
         launches.clear()
         args = (f64(1.0), cdf, CDFS[cdf], output)

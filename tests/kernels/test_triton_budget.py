@@ -39,7 +39,7 @@ ORDINARY = [*((cdf, 64, True) for cdf in CDFS), ("logistic", 700, False), ("unif
 
 @every_cdf
 def test_rows_of_several_chunks(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str) -> None:
-    monkeypatch.setattr(kernels.exact, "WIDTH", 64)
+    monkeypatch.setattr(kernels.float64, "WIDTH", 64)
     g = torch.Generator().manual_seed(0)
     x, w = 3 * torch.randn(2, 150, generator=g).double(), torch.rand(2, 150, generator=g).double() + 0.01
     budget = torch.tensor([0.01, 0.6]) * w.sum(-1)
@@ -67,9 +67,9 @@ def test_ordinary_rows_need_no_float64(
     def rescue(*_: object) -> None:
         taken.append("rescue")
 
-    monkeypatch.setattr(kernels.paid, "PAID", kernels.paid.PAID._replace(exactly=rescue))
+    monkeypatch.setattr(kernels.paid, "PAID", kernels.paid.PAID._replace(in_float64=rescue))
     monkeypatch.setattr(kernels.paid, "_variant", inspect.unwrap(kernels.paid._variant))
-    monkeypatch.setattr(kernels.pull, "_pull_exactly", rescue)
+    monkeypatch.setattr(kernels.pull, "_pull_in_float64", rescue)
     if long:
         stream(kernels, monkeypatch)
     iterate = kernels.threshold.taylor_step
@@ -92,9 +92,9 @@ def test_ordinary_rows_need_no_float64(
 
 def leave_hard_rows_out(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that the float32 solver does not solve stay NaN."""
-    monkeypatch.setattr(kernels.paid, "PAID", kernels.paid.PAID._replace(exactly=lambda *_: None))
+    monkeypatch.setattr(kernels.paid, "PAID", kernels.paid.PAID._replace(in_float64=lambda *_: None))
     monkeypatch.setattr(kernels.paid, "_variant", inspect.unwrap(kernels.paid._variant))
-    monkeypatch.setattr(kernels.split_budget, "find_exactly", lambda *_: (NAN, NAN))
+    monkeypatch.setattr(kernels.split_budget, "find_in_float64", lambda *_: (NAN, NAN))
 
 
 def costs_and_budgets(x: torch.Tensor, whole: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +200,7 @@ def test_a_bound_that_is_nearly_spent(kernels: ModuleType) -> None:
 
 def test_a_budget_by_value_keeps_its_last_digit(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device gets numbers in float32, unlike the interpreter. More than all costs is not a budget."""
-    launch = kernels.exact.launch
+    launch = kernels.float64.launch
 
     def narrow(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -208,7 +208,7 @@ def test_a_budget_by_value_keeps_its_last_digit(kernels: ModuleType, monkeypatch
             return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)
         return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
-    monkeypatch.setattr(kernels.exact, "launch", lambda *given, **more: launch(*map(narrow, given), **more))
+    monkeypatch.setattr(kernels.float64, "launch", lambda *given, **more: launch(*map(narrow, given), **more))
     (all_costs,) = numbers(1.2505063413624407)
     x = torch.zeros(1, 1, dtype=torch.float64)
     y, _, _ = kernels.soft_budget(
@@ -232,13 +232,13 @@ def test_a_hard_row_takes_few_evaluations(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, cdf: str
 ) -> None:
     """A method that creeps still ends in its bracket, only later. These rows take 18 at most."""
-    evaluate, taken = kernels.exact.evaluate, []
+    evaluate, taken = kernels.float64.evaluate, []
 
     def counted(*given: object) -> object:
         taken.append(1)
         return evaluate(*given)
 
-    monkeypatch.setattr(kernels.exact, "evaluate", counted)
+    monkeypatch.setattr(kernels.float64, "evaluate", counted)
     rows = [(x, w, budget, tau) for x, w, budget, tau in GAP_EXAMPLES]
     x, w, budget = gaps(5, torch.float64, "value", 6)
     rows += [(*row, 0.01) for row in zip(x.tolist(), w.tolist(), budget.tolist(), strict=True)]

@@ -141,7 +141,7 @@ def test_ordinary_thresholds_take_one_step_in_float64(
     def none(*_: object) -> None:
         raise AssertionError("a row was solved by one program")
 
-    monkeypatch.setattr(larger.exact_split, "find_exactly", none)
+    monkeypatch.setattr(larger.float64_split, "find_in_float64", none)
     x = torch.randn(1, 1500, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(dtype)
     args = (f64(k), f64(tau), cdf, CDFS[cdf], "threshold")
     _, *got = larger.soft_topk(x, *args)

@@ -41,7 +41,7 @@ def test_a_budget_at_most(split: ModuleType, monkeypatch: pytest.MonkeyPatch, by
     spent = (w.double() * x.double().sigmoid()).sum(-1)
     budget = spent * torch.tensor([1.1, 9.0, 0.999, 0.5, 1.0]).double()
     check_rows(split, x, w, budget, 1.0, "logistic", by, True)
-    monkeypatch.setattr(split.split_budget, "find_exactly", None)  # which only the last row needs
+    monkeypatch.setattr(split.split_budget, "find_in_float64", None)  # which only the last row needs
     _, hi, _ = split.soft_budget(x[:4], w[:4], budget[:4], *numbers(1.0), "logistic", 0.0, by, True)
     assert (hi > 0).tolist() == [False, False, True, True] and (hi[:2] == 0).all()
 
@@ -63,7 +63,7 @@ def test_ordinary_rows_need_no_program_of_their_own(
     def none(*_: object, **__: object) -> None:
         raise AssertionError("a row was searched in float64")
 
-    monkeypatch.setattr(split.split_budget, "find_exactly", none)
+    monkeypatch.setattr(split.split_budget, "find_in_float64", none)
     for steps in (STEPS, 1):
         monkeypatch.setattr(split.split_budget, "STEPS", steps)
         check_rows(split, x, w, budget, tau, cdf, by, False)

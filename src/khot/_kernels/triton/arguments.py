@@ -122,7 +122,8 @@ class Blocks(NamedTuple):
 
 class Digits(NamedTuple):
     """Of budgets: what the two numbers of float32 leave of one; by how much what all entries cost may differ
-    from it (:mod:`.exact`); and, of Σ w f, what entries may be off by, and the least that tells anything."""
+    from it (:mod:`.float64`); and, of Σ w f, what entries may be off by, and the least that tells
+    anything."""
 
     third: float
     slack: float
@@ -151,9 +152,9 @@ class Tile(NamedTuple):
 
     So many ``together``, each as ``pieces`` vectors of a ``width``; ``full`` if the entries fill them; or a
     row ``streams`` past, as much at a time. A search in float64 takes a ``chunk`` of entries at a time.
-    A row is ``packed`` if two entries share a word (:mod:`.packed`). Rows are ``ragged`` if each has a length
-    of its own (:mod:`.ragged`): then n is a pair, the columns that rows begin at and those that they end at,
-    and a program looks at the pieces that one of its rows reaches.
+    A row is held ``in_words`` if two entries share one (:mod:`.words`). Rows are ``ragged`` if each has a
+    length of its own (:mod:`.ragged`): then n is a pair, the columns that rows begin at and those that they
+    end at, and a program looks at the pieces that one of its rows reaches.
     """
 
     together: int
@@ -162,16 +163,16 @@ class Tile(NamedTuple):
     full: bool
     streams: bool
     chunk: int
-    packed: bool = False
+    in_words: bool = False
     ragged: bool = False
 
 
 class Cells(NamedTuple):
     """A constant: how a program holds levels and entries: so many of each at a time (``height``, ``width``),
-    and how ``many`` such tiles are added up before the sums go to float64; ``exact`` where levels are numbers
-    of the entries' dtype."""
+    and how ``many`` such tiles are added up before the sums go to float64; ``one_part`` where levels are
+    numbers of the entries' dtype."""
 
-    exact: bool
+    one_part: bool
     height: int
     width: int
     many: int
@@ -193,8 +194,8 @@ class Sizes(NamedTuple):
 
 class Law(NamedTuple):
     """A constant: the CDF, its exponent if that is a whole number, what of it is asked for, and whether
-    entries are counted or have costs (:data:`.exact_sums.BY`); and whether t is ``polished`` to the digits of
-    float64, and a budget ``at_most`` spent."""
+    entries are counted or have costs (:data:`.float64_sums.BY`); and whether t is ``polished`` to the digits
+    of float64, and a budget ``at_most`` spent."""
 
     cdf: int
     whole: int
@@ -218,18 +219,18 @@ class Problem(NamedTuple):
 
     ``find(x, other, k, tau, row, there, n, evaluations, digits, exponent, L, T)`` returns t of the program's
     rows in two parts, which rows have it in float32, and whatever ``write`` needs to know; ``write(out, row,
-    ok, n, found, L, T)`` writes the results of rows that are ok; ``exactly(row, x, other, k, tau, results, n,
-    digits, power, L, T)`` does all of it for one row in float64, and writes t, too.
+    ok, n, found, L, T)`` writes the results of rows that are ok; ``in_float64(row, x, other, k, tau, results,
+    n, digits, power, L, T)`` does all of it for one row in float64, and writes t, too.
 
     x is :class:`Rows`, other of the problem's own kind, k and tau are :class:`Values`. What ``find`` returns
     last is ``found`` in ``write``; ``results`` is a :class:`Found`, whose ``out`` (a pointer, or a tuple of
     them) ``write`` gets, too. The exponent of z is given to ``find`` as two numbers of float32, and to
-    ``exactly`` as their sum in float64. L is a constant of the problem's own, such as a :class:`Law`.
+    ``in_float64`` as their sum in float64. L is a constant of the problem's own, such as a :class:`Law`.
     """
 
     find: Any
     write: Any
-    exactly: Any
+    in_float64: Any
 
     @property
     def cache_key(self) -> str:
@@ -246,7 +247,7 @@ class Puller(NamedTuple):
     sums over rows, ``left`` of them, and what ``write`` need not do again; ``settle(sums, solved, grad_lo,
     row, there, threshold, L, asked)`` what entries are pulled by, the gradient in τ, and which rows have it;
     ``write(at, grad, to, ok, n, given, pull, threshold, kept, L, T)`` the gradients of entries;
-    ``exactly(row, grad, grad_lo, pairs, solved, to, n, power, L, T)`` all of it for one row in float64.
+    ``in_float64(row, grad, grad_lo, pairs, solved, to, n, power, L, T)`` all of it for one row in float64.
     L is a constant of the problem's own, such as a :class:`Law`.
     """
 
@@ -254,7 +255,7 @@ class Puller(NamedTuple):
     sums: Any
     settle: Any
     write: Any
-    exactly: Any
+    in_float64: Any
     left: int
 
     @property

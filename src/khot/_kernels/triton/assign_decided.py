@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from khot._kernels.triton.assign_rows import EQUAL, INF, balanced, flag, load_rows, wanted
-from khot._kernels.triton.exact_steps import ROUNDING
 from khot._kernels.triton.fast import double
+from khot._kernels.triton.float64_steps import ROUNDING
 
 
 @triton.jit

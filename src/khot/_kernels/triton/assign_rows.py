@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from khot._kernels.reference import soft_assign as reference
-from khot._kernels.triton.exact_steps import ROUNDING
-from khot._kernels.triton.exact_sums import FARTHEST_Z
 from khot._kernels.triton.fast import double, total
+from khot._kernels.triton.float64_steps import ROUNDING
+from khot._kernels.triton.float64_sums import FARTHEST_Z
 from khot._kernels.triton.functions import TINY, icdf, icdf_error, log_scale, log_scales, moments, side
 from khot._kernels.triton.guard import stalls
 

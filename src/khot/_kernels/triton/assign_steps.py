@@ -17,8 +17,8 @@ import triton.language as tl
 
 from khot._kernels.triton.assign_rows import INF, LAST, LEAST, balanced, flag, load_columns, load_rows, roots
 from khot._kernels.triton.assign_system import add_up, conjugate, overlap, product
-from khot._kernels.triton.exact_steps import ROUNDING
 from khot._kernels.triton.fast import double, store
+from khot._kernels.triton.float64_steps import ROUNDING
 from khot._kernels.triton.functions import place, side
 from khot._kernels.triton.split import last_of_row
 

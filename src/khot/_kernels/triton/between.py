@@ -11,8 +11,8 @@ from torch import Tensor
 from khot._kernels.reference import quantiles as reference
 from khot._kernels.triton import interpolation, layout, places
 from khot._kernels.triton.arguments import Weight
-from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store
+from khot._kernels.triton.float64 import number64
 from khot._kernels.triton.interpolation import line
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.places import add_where, entry_after, entry_at, hold

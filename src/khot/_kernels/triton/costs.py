@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.exact_sums import BY_VALUE
 from khot._kernels.triton.fast import fma, reciprocal, two_sum
+from khot._kernels.triton.float64_sums import BY_VALUE
 from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support, only_powers
 from khot._kernels.triton.terms import NORMAL_UNIT, PHI, term_count, terms
 

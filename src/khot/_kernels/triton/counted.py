@@ -1,7 +1,7 @@
 """The soft top-k of rows that stay on chip or stream past one program: a count, for :mod:`.rows`.
 
 One read, few evaluations of the soft count (:mod:`.threshold`), one write; or, in its place, the threshold
-with the digits of float64 (:mod:`.polish`). What float32 does not suffice for takes :mod:`.exact`.
+with the digits of float64 (:mod:`.polish`). What float32 does not suffice for takes :mod:`.float64`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import triton.language as tl
 
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Problem, Rows, Values
-from khot._kernels.triton.exact import solve_row
 from khot._kernels.triton.fast import in_two, joined, reciprocal, store, wide, word_of
+from khot._kernels.triton.float64 import solve_row
 from khot._kernels.triton.functions import HUGE, LOG, LOGISTIC, THRESHOLD, log_F
 from khot._kernels.triton.launch import Variant
-from khot._kernels.triton.packed import WORD, piece
 from khot._kernels.triton.polish import polish
 from khot._kernels.triton.rows import EVALUATIONS, at_of, first_of, hold, inside, numbers, solver, write_held
 from khot._kernels.triton.terms import unit, value
 from khot._kernels.triton.threshold import FAR, find
+from khot._kernels.triton.words import WORD, piece
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
         values = row_values(hi, lo, inverse, above_half, power, L.cdf, T.together)
         if T.streams:
             write_backwards(at, out_pointer + row * n + tl.arange(0, T.width), 0, n, ok, values, L, T)
-        elif T.packed:
+        elif T.in_words:
             _write_words(held, at, out_pointer + row * n, ok, n, values, L, T)
         else:
             write_held(held, out_pointer, row, ok, n, result, values, L, T)
@@ -111,7 +111,7 @@ def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _write_words(held, at, to, ok, n, values, L: tl.constexpr, T: tl.constexpr):
-    """The results of a row that is held two entries to a word (:mod:`.packed`)."""
+    """The results of a row that is held two entries to a word (:mod:`.words`)."""
     HALF: tl.constexpr = T.pieces // 2
     column = tl.arange(0, T.width)
     words = to.to(WORD, bitcast=True) + column
@@ -149,9 +149,9 @@ COUNT = Problem(_find, _write, solve_row)
 def soft_topk(source: Rows, k: Values, tau: Values, found: Found, asked: layout.Asked) -> None:
     """Fill what is found; out not if only the threshold is asked for."""
     rows, n = source.pointer.shape
-    # the normal CDF's formulas leave no registers for a packed row
-    packed = layout.packs(*source, n) and asked.F.name != "normal"
-    start, programs, power = _variant(rows, n, asked, packed)
+    # the normal CDF's formulas leave no registers for words
+    in_words = layout.fits_words(*source, n) and asked.F.name != "normal"
+    start, programs, power = _variant(rows, n, asked, in_words)
     if asked.output == "threshold":
         found = found._replace(out=None)
     start(programs, source, None, k, tau, found, rows, n, EVALUATIONS, None, power)
@@ -159,9 +159,9 @@ def soft_topk(source: Rows, k: Values, tau: Values, found: Found, asked: layout.
 
 @functools.lru_cache(maxsize=1024)
 def _variant(
-    rows: int, n: int, asked: layout.Asked, packed: bool
+    rows: int, n: int, asked: layout.Asked, in_words: bool
 ) -> tuple[Variant, int, tuple[float, float]]:
     """What is launched, in how many programs, and the exponent of z."""
-    tile = layout.packed_tile(n) if packed else layout.tile(rows, n)
+    tile = layout.word_tile(n) if in_words else layout.tile(rows, n)
     law = layout.law(*asked)._replace(polished=layout.steep(asked.F, asked.output))
     return *solver(COUNT, law, tile, rows, n), layout.power(asked.F)

@@ -16,8 +16,8 @@ from khot import cdfs
 from khot._kernels.reference.soft_count import levels, like_counts
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Cells, Values
-from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, joined, store
+from khot._kernels.triton.float64 import number64
 from khot._kernels.triton.functions import POWER, full_support, median, place, side
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
@@ -135,7 +135,7 @@ def _count(
             column = start + tl.arange(0, T.width)
             # F is 0 beyond the row
             held = _load_entries(x_at + column, column < n, float("-inf"), COMPUTE)
-            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
+            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.one_part)
             total += distribution(z, power, CDF, CENTRED)
         count += tl.sum(total, axis=1).to(tl.float64)
     infinite = tl.abs(level) == float("inf")
@@ -175,7 +175,7 @@ def _count_densities(
         for start in range(begin, tl.minimum(stop, begin + T.many * T.width), T.width):
             column = start + tl.arange(0, T.width)
             held = _load_entries(x_at + column, column < n, float("-inf"), COMPUTE)
-            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
+            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.one_part)
             f = _pdf(z, power, CDF, CENTRED)
             total += f
             total_z += f * tl.minimum(tl.maximum(z, -FAR), FAR)
@@ -228,7 +228,7 @@ def _pull_entries(
         number = start + tl.arange(0, T.height)
         high, low, level = _load_levels(at, row, number, number < m, COMPUTE)
         v = _load_grads(grad.pointer, grad.stride, level, row, number, number < m).to(COMPUTE)
-        z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
+        z = _distance(held[None, :], high[:, None], low[:, None], scale, T.one_part)
         total += v[:, None] * _pdf(z, power, CDF, CENTRED)
     store(dx_pointer + row * n + column, tl.sum(total, axis=0) * scale, column < n)
 
@@ -257,7 +257,7 @@ def _pull_row(
         for start in range(begin, tl.minimum(n, begin + T.many * T.width), T.width):
             column = start + tl.arange(0, T.width)
             held = _load_entries(x.pointer + row * x.stride + column, column < n, float("-inf"), COMPUTE)
-            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.exact)
+            z = _distance(held[None, :], high[:, None], low[:, None], scale, T.one_part)
             f = _pdf(z, power, CDF, CENTRED)
             total += f
             total_z += f * tl.minimum(tl.maximum(z, -FAR), FAR)
@@ -294,12 +294,12 @@ class _Tile:
             self.at = Values(*layout.rows(at, self.m), 0.0, 0.0)
         else:
             self.at = given(at, batch, x.device)
-        exact = at.dtype != torch.float64 or compute == tl.float64
+        one_part = at.dtype != torch.float64 or compute == tl.float64
         self.which = {
             "CDF": layout.cdf_id(cdf),
             "CENTRED": centred,
             "COMPUTE": compute,
-            "T": Cells(exact, self.height, self.width, MANY),
+            "T": Cells(one_part, self.height, self.width, MANY),
             "num_warps": min(4, max(1, self.height * self.width // 256)),
         }
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from khot._kernels.reference import budget_mask as reference
 from khot._kernels.triton import layout, ranks, row_sort
-from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import any_row, double, wide
+from khot._kernels.triton.float64 import number64
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.ranks import RANKED, across, nan_of, sorted_rows
 from khot._kernels.triton.rows import entries, inside, place_rows

@@ -10,8 +10,8 @@ from torch import Tensor
 from khot._kernels.reference import interpolation as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Values
-from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store
+from khot._kernels.triton.float64 import number64
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.sizes import cdiv
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.triton import arguments, fast
 from khot._kernels.triton.arguments import Law, Matrix, Rows, Solved, Threshold, Values
-from khot._kernels.triton.exact_sums import BY
+from khot._kernels.triton.float64_sums import BY
 from khot._kernels.triton.functions import CDFS, OUTPUTS
 from khot._kernels.triton.sizes import cdiv, next_power_of_2
 
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     width: int  # of a piece
     warps: int
     streams: bool = False  # past the program, as much at a time
-    packed: bool = False  # two entries to a word
+    in_words: bool = False  # two entries to a word
 
 
 def tile(rows: int, n: int) -> Tile:
@@ -75,7 +75,7 @@ def tile(rows: int, n: int) -> Tile:
     return Tile(together, cdiv(n, piece), piece, warps)
 
 
-def packs(x: Tensor, stride: int, n: int) -> bool:
+def fits_words(x: Tensor, stride: int, n: int) -> bool:
     """Whether a row of half precision, too long for a register an entry, is held two entries to a word: where
     PTX keeps the compiler from taking all words apart at once."""
     return (
@@ -87,9 +87,9 @@ def packs(x: Tensor, stride: int, n: int) -> bool:
     )
 
 
-def packed_tile(n: int) -> Tile:
+def word_tile(n: int) -> Tile:
     """Of such a row: 64 to 128 entries per thread. Two of the pieces make one of words."""
-    return Tile(1, 2 * cdiv(n, 4096), 2048, 16, packed=True)
+    return Tile(1, 2 * cdiv(n, 4096), 2048, 16, in_words=True)
 
 
 def held(tile: Tile, n: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def held(tile: Tile, n: int) -> dict[str, Any]:
 def constant(tile: Tile, n: int) -> arguments.Tile:
     """The same as one constant."""
     full = n == tile.pieces * tile.width
-    return arguments.Tile(*tile[:3], full, tile.streams, RESCUE * tile.warps, tile.packed)
+    return arguments.Tile(*tile[:3], full, tile.streams, RESCUE * tile.warps, tile.in_words)
 
 
 def pair_tile(rows: int, n: int) -> Tile:

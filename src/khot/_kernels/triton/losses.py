@@ -4,7 +4,7 @@
 A program holds rows, or streams past one, as in :mod:`.rows`: it finds the threshold in float32
 (:mod:`.threshold`) and adds up the loss, which is smallest there, so that an error of the threshold hardly
 shows. Float64 scores, and the rows for which float32 does not suffice, take float64 for all of it
-(:mod:`.exact`).
+(:mod:`.float64`).
 The formulas are the reference's (`_kernels.reference.fenchel_young`).
 """
 
@@ -22,9 +22,9 @@ from khot import cdfs
 from khot._kernels.reference import fenchel_young as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Problem, Rows, Tile, Values
-from khot._kernels.triton.exact import find_exactly, number64, share
-from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import any_row, double, in_two, inverse_of, joined, reciprocal, store, wide
+from khot._kernels.triton.float64 import find_in_float64, number64, share
+from khot._kernels.triton.float64_sums import BY_COUNT
 from khot._kernels.triton.functions import (
     LAPLACE,
     LOGISTIC,
@@ -182,7 +182,7 @@ def _entries64(x_at, target_at, start, n, per, threshold, CDF: tl.constexpr, WID
 
 
 @triton.jit
-def losses_exactly(x_at, target_at, n, per, threshold, CDF: tl.constexpr, WIDTH: tl.constexpr):
+def losses_in_float64(x_at, target_at, n, per, threshold, CDF: tl.constexpr, WIDTH: tl.constexpr):
     """The loss of one row or of a part of one, which is read a chunk at a time."""
     losses = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, n, WIDTH):
@@ -192,7 +192,7 @@ def losses_exactly(x_at, target_at, n, per, threshold, CDF: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def pull_entries_exactly(
+def pull_entries_in_float64(
     x_at, target_at, dx_at, n, per, threshold, grad, CDF: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """The gradients of the entries of one row or of a part of one, and what they bring to that of τ."""
@@ -206,14 +206,14 @@ def pull_entries_exactly(
 
 
 @triton.jit
-def _pull_exactly(
+def _pull_in_float64(
     row, x, target, grad, share_pointer, t, tau, power, dx_pointer, dtau_pointer, n, L: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
     per, dx_at, grad = tl.load(share_pointer + row), dx_pointer + row * n, number64(*grad, row)
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), power)
-    rate = pull_entries_exactly(x_at, target_at, dx_at, n, per, threshold, grad, L.cdf, T.chunk)
+    rate = pull_entries_in_float64(x_at, target_at, dx_at, n, per, threshold, grad, L.cdf, T.chunk)
     tl.store(dtau_pointer + row, grad * rate)
 
 
@@ -318,20 +318,20 @@ def _write(to, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _solve_exactly(
+def _solve_in_float64(
     row, x, target, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """One row, which is read a chunk at a time."""
     WIDTH: tl.constexpr = T.chunk
     x_at, target_at = x.pointer + row * x.stride, target.pointer + row * target.stride
     k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_exactly((x_at, x_at, 0, n), k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
+    hi, lo = find_in_float64((x_at, x_at, 0, n), k, tau, 0.0, power, L.cdf, BY_COUNT, False, T.chunk)
     sums = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, n, T.chunk):
         column = start + tl.arange(0, T.chunk)
         sums += double(tl.load(target_at + column, mask=column < n, other=0.0))
     per = share_of(tl.sum(sums, axis=0), k)
-    loss = losses_exactly(x_at, target_at, n, per, (hi, lo, tau, power), L.cdf, T.chunk)
+    loss = losses_in_float64(x_at, target_at, n, per, (hi, lo, tau, power), L.cdf, T.chunk)
     loss = tl.where((hi == hi) & (per == per), loss, float("nan"))
     loss_pointer, share_pointer = found.out
     tl.store(loss_pointer + row, loss)
@@ -340,7 +340,7 @@ def _solve_exactly(
     tl.store(found.lo + row, lo)
 
 
-LOSS = Problem(_find, _write, _solve_exactly)
+LOSS = Problem(_find, _write, _solve_in_float64)
 
 
 @triton.jit
@@ -403,7 +403,7 @@ def pull_losses(
         tl.store(dtau_pointer + row, own_grad.to(tl.float64) * rate, mask=ok)
 
     rescue(
-        there & ~ok, row, _pull_exactly,
+        there & ~ok, row, _pull_in_float64,
         (
             x, target, grad, share_pointer, t, tau, joined(*exponent), dx_pointer, dtau_pointer, n_columns,
             L, T,

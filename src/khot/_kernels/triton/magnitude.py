@@ -2,7 +2,7 @@
 
 A program holds rows, or streams past one, as in :mod:`.rows` and :mod:`.pull`. It finds γ in float32
 (:mod:`.threshold`) as the threshold of a soft count (:mod:`.pooled`). Float64 entries, and the rows for which
-float32 does not suffice, are solved in float64 (:mod:`.exact_magnitude`). Few very long rows, which many
+float32 does not suffice, are solved in float64 (:mod:`.float64_magnitude`). Few very long rows, which many
 programs share, take the first three launches of :mod:`.split`, and one more that writes y. The formulas are
 the reference's (`_kernels.reference.magnitude`).
 """
@@ -31,9 +31,9 @@ from khot._kernels.triton.arguments import (
     Tile,
     Values,
 )
-from khot._kernels.triton.exact import number64
-from khot._kernels.triton.exact_magnitude import find_sizes_exactly, write_sizes_exactly
 from khot._kernels.triton.fast import plus, store, total, wide
+from khot._kernels.triton.float64 import number64
+from khot._kernels.triton.float64_magnitude import find_sizes_in_float64, write_sizes_in_float64
 from khot._kernels.triton.functions import HUGE, extent, place_last
 from khot._kernels.triton.launch import Variant, launch
 from khot._kernels.triton.pooled import temperature
@@ -73,19 +73,19 @@ def _write(out_pointer, row, ok, n, found, L: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _solve_exactly(
+def _solve_in_float64(
     row, x, other, k, tau, found, n, digits, power, L: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """One row, which is read a chunk at a time."""
     source = (x.pointer + row * x.stride, x.pointer, 0, n)
     k, tau = number64(*k, row), number64(*tau, row)
-    hi, lo = find_sizes_exactly(source, k, tau, L.p, L.signed, T.chunk)
+    hi, lo = find_sizes_in_float64(source, k, tau, L.p, L.signed, T.chunk)
     tl.store(found.hi + row, hi)
     tl.store(found.lo + row, lo)
-    write_sizes_exactly(found.out + row * n, source, hi, lo, tau, L.p, L.signed, T.chunk)
+    write_sizes_in_float64(found.out + row * n, source, hi, lo, tau, L.p, L.signed, T.chunk)
 
 
-SIZED = Problem(_find, _write, _solve_exactly)
+SIZED = Problem(_find, _write, _solve_in_float64)
 
 
 # ------------------------------------------------------------------------------------ backward
@@ -217,7 +217,7 @@ def _write_pull(at, grad, to, ok, n, given, pull, threshold, kept, L: tl.constex
 
 
 @triton.jit
-def _pull_exactly(row, grad, grad_lo, pairs, solved, to, n, power, L: tl.constexpr, T: tl.constexpr):
+def _pull_in_float64(row, grad, grad_lo, pairs, solved, to, n, power, L: tl.constexpr, T: tl.constexpr):
     """One row in float64."""
     WIDTH: tl.constexpr = T.chunk
     CHUNK: tl.constexpr = Tile(1, 1, WIDTH, False, True, WIDTH)
@@ -231,7 +231,7 @@ def _pull_exactly(row, grad, grad_lo, pairs, solved, to, n, power, L: tl.constex
     _write_pull(at, grad_at, (to.dx + row * n + column,), there, n, given, pull, hi, (), L, CHUNK)
 
 
-PULL_SIZED = Puller(_prepare, _sums, _settle, _write_pull, _pull_exactly, left=5)
+PULL_SIZED = Puller(_prepare, _sums, _settle, _write_pull, _pull_in_float64, left=5)
 
 
 # ----------------------------------------------------------------------------- rows of many programs
@@ -254,7 +254,7 @@ def _write_sizes(
         column = tl.arange(0, T.width)
         write_pooled(x_at + column, to + column, done, mine, given, L, T)
     else:
-        write_sizes_exactly(to, (x_at, x_at, 0, mine), hi64, lo64, tau64, L.p, L.signed, T.chunk)
+        write_sizes_in_float64(to, (x_at, x_at, 0, mine), hi64, lo64, tau64, L.p, L.signed, T.chunk)
 
 
 KERNELS = (_write_sizes,)

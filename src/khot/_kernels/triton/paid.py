@@ -3,7 +3,7 @@
 As :mod:`.counted`, with a sum of costs in the place of a count: one read of the scores and of the costs, few
 evaluations (:mod:`.threshold`, with the terms of :mod:`.costs`), one write. What float32 does not decide (by
 value, a threshold in a gap that no density crosses; a budget that all entries together just spend) is solved
-again, in the same program, in float64 by :mod:`.exact`.
+again, in the same program, in float64 by :mod:`.float64`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from khot._kernels.triton.costs import (
     unit_of_costs,
 )
 from khot._kernels.triton.counted import result, row_values
-from khot._kernels.triton.exact import solve_row
-from khot._kernels.triton.exact_sums import BY_SCORE, BY_VALUE
 from khot._kernels.triton.fast import LOG2E, in_two, inverse_of, reciprocal, wide
+from khot._kernels.triton.float64 import solve_row
+from khot._kernels.triton.float64_sums import BY_SCORE, BY_VALUE
 from khot._kernels.triton.launch import Variant
 from khot._kernels.triton.rows import (
     EVALUATIONS,
@@ -182,7 +182,7 @@ def write_shares(at, to, ok, n, per, values, L: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _in_float64(pointer, stride, high, low, row, there, third):
+def _goal64(pointer, stride, high, low, row, there, third):
     """The budget of each row; without a pointer it came by value, as three numbers."""
     if pointer is None:
         return row.to(tl.float64) * 0 + high + low + third
@@ -203,7 +203,7 @@ def _find(
     else:
         pairs, per, good = _load_pairs(at, there, n_columns, T)
     origin = origin_of(x, row, there, L.by)
-    goal = _in_float64(*k, row, there, digits.third)
+    goal = _goal64(*k, row, there, digits.third)
     k, k_low = in_two(goal)
     k, k_low, goal = k * per, k_low * per, goal * per
     tau, _ = numbers(*tau, row, there)

@@ -27,9 +27,9 @@ from khot._core.dispatch import OPERATORS
 from khot._kernels.reference import permutation as reference
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Threshold, Tile
-from khot._kernels.triton.exact import find_exactly, number64
-from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import LOG2E, any_row, joined, plus, reciprocal, total
+from khot._kernels.triton.float64 import find_in_float64, number64
+from khot._kernels.triton.float64_sums import BY_COUNT
 from khot._kernels.triton.functions import HUGE, LAPLACE, LOGISTIC, NORMAL, UNIFORM, log1p, only_powers
 from khot._kernels.triton.launch import Variant, variant
 from khot._kernels.triton.polish import polish
@@ -184,16 +184,16 @@ def _permute(x, tau, out_pointer, t, n, groups, evaluations, exponent, L: tl.con
     missing = live & ~ok
     if any_row(missing, T.together):
         source = (row_at, row_at, 0, n)
-        exact_tau = number64(*tau, row)
+        tau64 = number64(*tau, row)
         for r in range(T.together):
             if any_row(missing & (slot == r), T.together):
                 k = (1 + group * (T.together - 1) + r).to(tl.float64)
-                exact_hi, exact_lo = find_exactly(
-                    source, k, exact_tau, 0.0, joined(*exponent), L.cdf, BY_COUNT, False, T.chunk
+                hi64, lo64 = find_in_float64(
+                    source, k, tau64, 0.0, joined(*exponent), L.cdf, BY_COUNT, False, T.chunk
                 )
                 at_level = row * (n + 1) + 1 + group * (T.together - 1) + r
-                tl.store(t.hi + at_level, exact_hi)
-                tl.store(t.lo + at_level, exact_lo)
+                tl.store(t.hi + at_level, hi64)
+                tl.store(t.lo + at_level, lo64)
     tl.debug_barrier()  # thresholds of other threads are read
 
     # the place before each level, but in the last program the place after it

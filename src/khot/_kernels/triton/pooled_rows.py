@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from khot._kernels.triton.arguments import Law
-from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import LOG2E, inverse_of, log2, reciprocal, wide
+from khot._kernels.triton.float64_sums import BY_COUNT
 from khot._kernels.triton.functions import POWER
 from khot._kernels.triton.pooled import pooled_moments, size, temperature, unpooled
 from khot._kernels.triton.rows import inside, load_rows

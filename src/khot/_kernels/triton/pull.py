@@ -36,9 +36,6 @@ from khot._kernels.triton.arguments import (
 )
 from khot._kernels.triton.costs import load_pair, priced
 from khot._kernels.triton.counted import row_values
-from khot._kernels.triton.exact import number64, row_source
-from khot._kernels.triton.exact_backward import pull_exactly
-from khot._kernels.triton.exact_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.fast import (
     always,
     in_two,
@@ -50,6 +47,9 @@ from khot._kernels.triton.fast import (
     total,
     wide,
 )
+from khot._kernels.triton.float64 import number64, row_source
+from khot._kernels.triton.float64_backward import pull_in_float64
+from khot._kernels.triton.float64_sums import BY_COUNT, BY_VALUE
 from khot._kernels.triton.functions import LOG, THRESHOLD, extent, place, place_last
 from khot._kernels.triton.launch import Variant, launch, variant
 from khot._kernels.triton.paid import share_of
@@ -115,7 +115,7 @@ def pull_rows(
         P.write(at, grad_at, goes, ok, n_columns, given, pull, threshold, kept, L, T)
 
     rescue(
-        there & ~ok, row, P.exactly, (grad, grad_lo, pairs, solved, to, n_columns, power, L, T), T.together
+        there & ~ok, row, P.in_float64, (grad, grad_lo, pairs, solved, to, n_columns, power, L, T), T.together
     )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def _pull_parts(
             tl.store(to.dgoal + row, pull.to(tl.float64))
             tl.store(to.dtau + row, dtau.to(tl.float64))
         else:
-            P.exactly(row, grad, grad_lo, pairs, solved, to, n_columns, power, L, T)
+            P.in_float64(row, grad, grad_lo, pairs, solved, to, n_columns, power, L, T)
 
 
 @triton.jit(do_not_specialize=["parts", "length"])
@@ -362,20 +362,20 @@ def _write_entry(known, to, offset, valid, of_row, values, L: tl.constexpr):
 
 
 @triton.jit
-def _pull_exactly(row, grad, grad_lo, pairs, solved, to, n, power, L: tl.constexpr, T: tl.constexpr):
+def _pull_in_float64(row, grad, grad_lo, pairs, solved, to, n, power, L: tl.constexpr, T: tl.constexpr):
     """One row in float64, which is read again a chunk at a time."""
     x, cost = pairs
     t = solved.t
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*solved.tau, row), joined(*power))
     dx_at, dcost_at = results(to, row * n)
-    pull_exactly(
+    pull_in_float64(
         row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
         number64(*grad_lo, row), threshold, dx_at, dcost_at, to.dgoal + row, to.dtau + row,
         L.cdf, L.by, L.at_most, L.output, T.chunk,
     )  # fmt: skip
 
 
-PULL_PAID = Puller(_prepare, _sums, _settle, _write, _pull_exactly, left=4)
+PULL_PAID = Puller(_prepare, _sums, _settle, _write, _pull_in_float64, left=4)
 
 
 def backward(

@@ -143,7 +143,7 @@ def _solve(
             if asked:
                 to = Found(found.out + (first - own * length), found.hi, found.lo)
                 power = joined(*exponent)
-                P.exactly(own, Rows(x + first, 0), None, k, tau, to, length, None, power, L, T)
+                P.in_float64(own, Rows(x + first, 0), None, k, tau, to, length, None, power, L, T)
 
 
 @triton.jit(do_not_specialize=["rows", "total", "each", "least", "evaluations"])
@@ -199,7 +199,7 @@ def _pull(
                 from_ = Matrix(grad + first, 0, 1)
                 goes_to = Pulled(to.dx + (first - own * length), to.dgoal, to.dtau, None)
                 alone = Pairs(Rows(x + first, 0), None)
-                P.exactly(own, from_, unasked, alone, solved, goes_to, length, power, L, T)
+                P.in_float64(own, from_, unasked, alone, solved, goes_to, length, power, L, T)
 
 
 @triton.jit(do_not_specialize=["rows", "total", "each", "least"])

@@ -19,8 +19,8 @@ from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Problem
 from khot._kernels.triton.fast import always, any_row, before, in_two, joined, reached, wide
 from khot._kernels.triton.launch import Variant, variant
-from khot._kernels.triton.packed import load_words
 from khot._kernels.triton.sizes import cdiv
+from khot._kernels.triton.words import load_words
 
 EVALUATIONS = 24  # at most, before a row is searched in float64
 
@@ -130,7 +130,7 @@ def at_of(x, row, T: tl.constexpr):
 def hold(x, at, row, there, n, T: tl.constexpr):
     """What the program holds of its rows, in pieces; nothing of one that streams past."""
     held = ()
-    if T.packed:
+    if T.in_words:
         held = load_words(x.pointer + row * x.stride, n, T)
     elif T.ragged:
         held = _load_reached(at, there, n, T)
@@ -179,7 +179,7 @@ def solve(
         P.write(found.out, row, ok, n_columns, more, L, T)
 
     rescue(
-        there & ~ok, row, P.exactly, (x, other, k, tau, found, n_columns, digits, joined(*exponent), L, T),
+        there & ~ok, row, P.in_float64, (x, other, k, tau, found, n_columns, digits, joined(*exponent), L, T),
         T.together,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@
    also gives every part its place in a window of the row's entries.
 3. `_finish_parts`: the same at the new threshold, or the window is filled, and its last program solves it.
    What is not done then, the last program solves by itself. Parts of rows that are done leave at once.
-4. `_write_parts`; or, where t is to have the digits of float64, the kernels of :mod:`.exact_split`. BASED
+4. `_write_parts`; or, where t is to have the digits of float64, the kernels of :mod:`.float64_split`. BASED
    stands for that: the arithmetic in float32 is on differences from the sample's threshold then, and t is
    such a difference, too.
 
@@ -27,10 +27,10 @@ import triton.language as tl
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Found, Law, Rows, Scratch, Threshold, Tile, Values
 from khot._kernels.triton.counted import row_values, write_backwards
-from khot._kernels.triton.exact import find_exactly, number64, write_exactly
-from khot._kernels.triton.exact_magnitude import find_sizes_exactly
-from khot._kernels.triton.exact_sums import BY_COUNT
 from khot._kernels.triton.fast import double, in_two, inverse_of, joined, reciprocal, two_sum
+from khot._kernels.triton.float64 import find_in_float64, number64, write_in_float64
+from khot._kernels.triton.float64_magnitude import find_sizes_in_float64
+from khot._kernels.triton.float64_sums import BY_COUNT
 from khot._kernels.triton.functions import NORMAL, extent, full_support, place, place_last
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.pooled import pooled_terms, size, temperature
@@ -481,11 +481,11 @@ def _finish_parts(
                     careful = careful & gathered
                 if careful:
                     if POOLED > 0:
-                        t64, rest64 = find_sizes_exactly(
+                        t64, rest64 = find_sizes_in_float64(
                             (source, source, 0, count), level, tau64, POOLED, SIGNED, T.chunk
                         )
                     else:
-                        t64, rest64 = find_exactly(
+                        t64, rest64 = find_in_float64(
                             (source, source, 0, count), level, tau64, 0.0, joined(*exponent), L.cdf, BY_COUNT,
                             False, T.chunk,
                         )  # fmt: skip
@@ -519,7 +519,7 @@ def _write_parts(
         write_backwards(x_at + column, to + column, 0, mine, done, values, L, T)
     else:
         threshold = (hi64, lo64, tau64, joined(*exponent))
-        write_exactly(to, (x_at, x_at, 0, mine), threshold, L.cdf, BY_COUNT, L.output, T.chunk)
+        write_in_float64(to, (x_at, x_at, 0, mine), threshold, L.cdf, BY_COUNT, L.output, T.chunk)
 
 
 KERNELS = (_sample_rows, _sum_parts, _finish_parts, _write_parts)

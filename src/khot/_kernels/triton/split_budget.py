@@ -28,9 +28,9 @@ from khot._kernels.triton.costs import (
     unit_of_costs,
 )
 from khot._kernels.triton.counted import row_values
-from khot._kernels.triton.exact import find_exactly, number64, write_exactly
-from khot._kernels.triton.exact_sums import BY_VALUE
 from khot._kernels.triton.fast import inverse_of, joined
+from khot._kernels.triton.float64 import find_in_float64, number64, write_in_float64
+from khot._kernels.triton.float64_sums import BY_VALUE
 from khot._kernels.triton.functions import VALUE, extent, place, place_last, put
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.paid import (
@@ -280,7 +280,7 @@ def _rescue_budgets(
         if ok:
             _store_threshold(state, t.hi + row, t.lo + row, hi, lo, per, L.by)
         else:
-            hi64, lo64 = find_exactly(
+            hi64, lo64 = find_in_float64(
                 (x_at, cost_at, pairs.other.column, n_columns), own_budget, number64(*tau, row), slack,
                 joined(*exponent), L.cdf, L.by, L.at_most, T.chunk,
             )  # fmt: skip
@@ -313,7 +313,7 @@ def _write_budget_parts(
             pairs.other.pointer + row * pairs.other.row + start * pairs.other.column,
             pairs.other.column, mine,
         )  # fmt: skip
-        write_exactly(to, source, threshold, L.cdf, L.by, VALUE, T.chunk)
+        write_in_float64(to, source, threshold, L.cdf, L.by, VALUE, T.chunk)
 
 
 KERNELS = (_weigh_budget_parts, _spend_parts, _rescue_budgets, _write_budget_parts)

@@ -21,15 +21,15 @@ from torch import Tensor
 from khot import cdfs
 from khot._kernels.triton import layout, split
 from khot._kernels.triton.arguments import Found, Rows, Scratch, Threshold, Values
-from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import in_two, inverse_of, joined
+from khot._kernels.triton.float64 import number64
 from khot._kernels.triton.functions import extent, place
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.losses import (
-    losses_exactly,
+    losses_in_float64,
     losses_of,
     pull,
-    pull_entries_exactly,
+    pull_entries_in_float64,
     pulls,
     share_of,
     target_sums,
@@ -90,7 +90,7 @@ def _loss_parts(
         loss *= tau64
     if ~(tl.abs(loss) < float("inf")):
         threshold = (hi64, lo64, tau64, joined(*exponent))
-        loss = losses_exactly(x_at, target_at, mine, per64, threshold, L.cdf, T.chunk)
+        loss = losses_in_float64(x_at, target_at, mine, per64, threshold, L.cdf, T.chunk)
     tl.store(left + 2 * parts + part, loss)
     if last_of_row(scratch.counter + row, parts):
         loss = total_of_parts(left, 2, parts, PARTS)
@@ -122,7 +122,7 @@ def _pull_loss_parts(
         rate = tl.where(part == 0, loss / tau64, 0.0) - moved
     else:
         threshold = (hi64, lo64, tau64, joined(*exponent))
-        rate = pull_entries_exactly(x_at, target_at, to, mine, per64, threshold, own_grad, L.cdf, T.chunk)
+        rate = pull_entries_in_float64(x_at, target_at, to, mine, per64, threshold, own_grad, L.cdf, T.chunk)
     tl.store(left_pointer + row * parts + part, own_grad * rate)
 
 

@@ -19,7 +19,6 @@ import triton.language as tl
 
 from khot._kernels.triton.arguments import Tile
 from khot._kernels.triton.costs import load_pair, paid_costs, paid_count, paid_series, paid_terms, priced
-from khot._kernels.triton.exact_sums import BY_COUNT, BY_SCORE, BY_VALUE
 from khot._kernels.triton.fast import (
     LN2,
     LOG2E,
@@ -38,8 +37,8 @@ from khot._kernels.triton.fast import (
     wide,
     with_sign,
 )
+from khot._kernels.triton.float64_sums import BY_COUNT, BY_SCORE, BY_VALUE
 from khot._kernels.triton.functions import LAPLACE, LOGISTIC, NORMAL, POWER, full_support, moments
-from khot._kernels.triton.packed import columns, piece
 from khot._kernels.triton.pooled import pooled_terms, size, temperature, unpooled
 from khot._kernels.triton.terms import (
     NORMAL_UNIT,
@@ -53,6 +52,7 @@ from khot._kernels.triton.terms import (
     terms,
     unit,
 )
+from khot._kernels.triton.words import columns, piece
 
 # The Taylor polynomial of degree 5 is trusted for steps of up to this many τ: the rest of the series is below
 # 1.6e-7 of the sum of densities there (logistic). Laplace's density has a kink, which the polynomial does not

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from khot._kernels.reference import transport as reference
 from khot._kernels.triton import layout
-from khot._kernels.triton.exact import number64
 from khot._kernels.triton.fast import double, store, total
+from khot._kernels.triton.float64 import number64
 from khot._kernels.triton.largest import topk
 from khot._kernels.triton.launch import launch
 from khot._kernels.triton.selection import LEAST, key_of

@@ -5,13 +5,13 @@ What is in one file only is named in :data:`khot._kernels.gpu.FILES`.
 |---|---|---|
 | soft top-k | float32 and narrower, one or several in a program | `counted` |
 | | the same, few that are longer than `layout.STREAMED`: programs share a row | `split` |
-| | float64, one in a program | `exact` |
-| | float64, longer than `layout.RESIDENT`; those of `split` if results are steep in t | `exact_split` |
+| | float64, one in a program | `float64` |
+| | float64, longer than `layout.RESIDENT`; those of `split` if results are steep in t | `float64_split` |
 | its gradient | float32 and narrower | `pull` |
-| | float64, by the same lengths | `exact_backward`, `exact_split` |
+| | float64, by the same lengths | `float64_backward`, `float64_split` |
 | soft budget | float32 and narrower; few of these that are long | `paid`; `split_budget` |
-| | float64 | `exact` |
-| its gradient | float32 and narrower; float64 | `pull`; `exact_backward` |
+| | float64 | `float64` |
+| its gradient | float32 and narrower; float64 | `pull`; `float64_backward` |
 | Fenchel-Young loss | all; few that are long, but not in float64 | `losses`; `split_losses` |
 | Laplace's ranks, sorts | float32 and narrower, short, or long and not few | `ranks`; `sorts` |
 | | others, and counts and thresholds of levels, by torch's operations and scans | `scans` |
@@ -71,12 +71,12 @@ def soft_topk(
     source, found = layout.rows(x, n), Found(out, hi, lo)
     goal, tau_row = layout.values(k, batch, x.device), layout.values(tau, batch, x.device)
     if x.dtype == torch.float64:
-        file = "exact" if n <= layout.RESIDENT else "exact_split"
+        file = "float64" if n <= layout.RESIDENT else "float64_split"
     elif layout.splits(rows, n):
-        file = "exact_split" if layout.steep(asked.F, output) else "split"
+        file = "float64_split" if layout.steep(asked.F, output) else "split"
     else:
         file = "counted"
-    if file == "exact":
+    if file == "float64":
         digits = Digits(layout.third(k, goal), 0.0, 0.0, 0.0)
         kernels(file).solve(source, None, goal, tau_row, found, asked, digits)
     else:
@@ -107,7 +107,7 @@ def soft_topk_backward(
         return dx, dk, dtau
     file = "pull"
     if x.dtype == torch.float64:
-        file = "exact_backward" if n <= layout.RESIDENT else "exact_split"
+        file = "float64_backward" if n <= layout.RESIDENT else "float64_split"
     if output == "threshold":  # which alone has no incoming gradient of this kind: it is not read
         grad = x
     kernels(file).backward(
@@ -132,7 +132,7 @@ def soft_budget(
     hi = torch.empty(batch, dtype=torch.float64, device=x.device)
     lo = torch.empty_like(hi)
     if torch.float64 in (x.dtype, cost.dtype):
-        solve = kernels("exact").solve
+        solve = kernels("float64").solve
     else:
         solve = kernels("split_budget" if layout.splits(hi.numel(), n) else "paid").soft_budget
     goal = layout.values(budget, batch, x.device)
@@ -161,7 +161,7 @@ def soft_budget_backward(
         )  # fmt: skip
     dx, dcost = x.new_empty(x.shape), cost.new_empty(x.shape)
     dbudget, dtau = hi.new_empty(batch), hi.new_empty(batch)
-    file = "exact_backward" if torch.float64 in (x.dtype, cost.dtype) else "pull"
+    file = "float64_backward" if torch.float64 in (x.dtype, cost.dtype) else "pull"
     kernels(file).backward(
         layout.matrix(grad, x), layout.values(grad_lo, batch, x.device),
         Pairs(layout.rows(x, n), layout.matrix(cost, x)), layout.solved(hi, lo, tau),

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Digits, Found, Matrix, Rows, Tile, Values
-from khot._kernels.triton.exact_steps import (
+from khot._kernels.triton.fast import joined, store, two_sum
+from khot._kernels.triton.float64_steps import (
     FARTHEST,
     NOISE,
     ROUNDING,
@@ -27,7 +28,7 @@ from khot._kernels.triton.exact_steps import (
     newton,
     next_state,
 )
-from khot._kernels.triton.exact_sums import (
+from khot._kernels.triton.float64_sums import (
     BY_COUNT,
     BY_VALUE,
     beside,
@@ -42,7 +43,6 @@ from khot._kernels.triton.exact_sums import (
     standardized,
     sums,
 )
-from khot._kernels.triton.fast import joined, store, two_sum
 from khot._kernels.triton.functions import (
     HUGE,
     LOG,
@@ -78,7 +78,7 @@ def number64(pointer, stride, high, low, row):
 
 @triton.jit
 def row_source(x, cost, row, n, BY: tl.constexpr):
-    """The source of one row (:mod:`.exact_sums`)."""
+    """The source of one row (:mod:`.float64_sums`)."""
     x_at = x.pointer + row * x.stride
     if BY == BY_COUNT:
         return x_at, x_at, 0, n
@@ -87,7 +87,7 @@ def row_source(x, cost, row, n, BY: tl.constexpr):
 
 
 @triton.jit
-def find_exactly(
+def find_in_float64(
     source, goal, tau, slack, power,
     CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _position(x, w, hi, lo, tau, CDF: tl.constexpr, BY: tl.constexpr):
 
 
 @triton.jit
-def write_exactly(
+def write_in_float64(
     to, source, threshold, CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """y of a row, or its logarithm; NaN everywhere if the row has no answer."""
@@ -354,23 +354,25 @@ def solve_row(row, x, cost, k, tau, found, n, digits, power, L: tl.constexpr, T:
     goal, slack, own_tau = number64(*k, row), 0.0, number64(*tau, row)
     if digits is not None:
         goal, slack = goal + digits.third, digits.slack
-    hi, lo = find_exactly(source, goal, own_tau, slack, power, L.cdf, L.by, L.at_most, T.chunk)
+    hi, lo = find_in_float64(source, goal, own_tau, slack, power, L.cdf, L.by, L.at_most, T.chunk)
     tl.store(found.hi + row, hi)
     tl.store(found.lo + row, lo)
     if L.output != THRESHOLD:
-        write_exactly(found.out + row * n, source, (hi, lo, own_tau, power), L.cdf, L.by, L.output, T.chunk)
+        write_in_float64(
+            found.out + row * n, source, (hi, lo, own_tau, power), L.cdf, L.by, L.output, T.chunk
+        )
     elif found.out is not None:
         store(found.out + row, hi + lo, row >= 0)
 
 
 @triton.jit
-def solve_exactly(x, cost, k, tau, found, n, digits, exponent, L: tl.constexpr, T: tl.constexpr):
+def solve_in_float64(x, cost, k, tau, found, n, digits, exponent, L: tl.constexpr, T: tl.constexpr):
     solve_row(
         tl.program_id(0).to(tl.int64), x, cost, k, tau, found, n, digits, joined(*exponent), L, T
     )  # fmt: skip
 
 
-KERNELS = (solve_exactly,)
+KERNELS = (solve_in_float64,)
 
 
 def chunk(n: int) -> dict[str, int]:
@@ -388,7 +390,7 @@ def solve(
     if asked.output not in ("y", "log"):
         found = found._replace(out=None)
     launch(
-        solve_exactly, rows,
+        solve_in_float64, rows,
         x, cost, goal, tau, found, n, digits, layout.power(asked.F), L=layout.law(*asked),
         T=Tile(1, 1, held["WIDTH"], False, True, held["WIDTH"]), num_warps=held["num_warps"],
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 They find t by float32 arithmetic, with an error of some 1e-7 τ, on differences from the sample's threshold.
 Here follow one evaluation in float64 and the step that it calls for, whose error is about the square of that:
-the sums of :mod:`.exact_sums` over each part, relative to the part's own entries next to t, and the step
-of :mod:`.exact`. Rows for which float32 does not suffice are searched in float64 by one program.
+the sums of :mod:`.float64_sums` over each part, relative to the part's own entries next to t, and the step
+of :mod:`.float64`. Rows for which float32 does not suffice are searched in float64 by one program.
 
 1. to 3. as in :mod:`.split`.
 4. `_polish_parts`.
@@ -32,15 +32,16 @@ from khot._kernels.triton.arguments import (
     Threshold,
     Values,
 )
-from khot._kernels.triton.exact import (
+from khot._kernels.triton.fast import joined, two_sum
+from khot._kernels.triton.float64 import (
     between_levels,
-    find_exactly,
+    find_in_float64,
     number64,
-    write_exactly,
+    write_in_float64,
 )
-from khot._kernels.triton.exact_backward import pull_sums_exactly, settle_pull, write_pull_exactly
-from khot._kernels.triton.exact_steps import differences, logs, newton
-from khot._kernels.triton.exact_sums import (
+from khot._kernels.triton.float64_backward import pull_sums_in_float64, settle_pull, write_pull_in_float64
+from khot._kernels.triton.float64_steps import differences, logs, newton
+from khot._kernels.triton.float64_sums import (
     BY_COUNT,
     FARTHEST_Z,
     beside_levels,
@@ -51,7 +52,6 @@ from khot._kernels.triton.exact_sums import (
     standardized,
     sums,
 )
-from khot._kernels.triton.fast import joined, two_sum
 from khot._kernels.triton.functions import (
     HUGE,
     OUTPUTS,
@@ -180,7 +180,7 @@ def _polish_parts(
         if alone:
             x_at = x.pointer + row * x.stride
             source = (x_at, x_at, 0, n_columns)
-            hi, lo = find_exactly(source, own_k, own_tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
+            hi, lo = find_in_float64(source, own_k, own_tau, 0.0, power, CDF, BY_COUNT, False, CHUNK)
             tl.store(t.hi + row, hi)
             tl.store(t.lo + row, lo)
 
@@ -194,12 +194,12 @@ def _write_fine(
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
     to = out_pointer + row * n_columns + part.to(tl.int64) * length
     source = _part_source(x, row, part, n_columns, length)
-    write_exactly(to, source, threshold, CDF, BY_COUNT, OUTPUT, CHUNK)
+    write_in_float64(to, source, threshold, CDF, BY_COUNT, OUTPUT, CHUNK)
 
 
 # ---------------------------------------------------------------------------------------- backward
 
-# the numbers of a row that the parts are written with: those of :func:`.exact_backward.settle_pull`
+# the numbers of a row that the parts are written with: those of :func:`.float64_backward.settle_pull`
 NEAR, SPREAD, UP, DOWN, AT_UP, AT_DOWN = (tl.constexpr(i) for i in range(6))
 PULLED = tl.constexpr(6)  # as many as that, and as many as a part leaves: |z| next to t, and five sums
 
@@ -212,7 +212,7 @@ def _pull_fine(
     row, part = place(parts)
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
     grad_at = grad.pointer + row * grad.row
-    near, totals = pull_sums_exactly(
+    near, totals = pull_sums_in_float64(
         _part_source(x, row, part, n_columns, length), grad_at + part.to(tl.int64) * length * grad.column,
         grad.column, threshold, CDF, BY_COUNT, OUTPUT, CHUNK,
     )  # fmt: skip
@@ -259,7 +259,7 @@ def _write_pull_fine(
         tl.load(state + UP), tl.load(state + DOWN), tl.load(state + AT_UP), tl.load(state + AT_DOWN)
     )  # fmt: skip
     dx_at = dx_pointer + row * n_columns + start
-    write_pull_exactly(
+    write_pull_in_float64(
         dx_at, dx_at, _part_source(x, row, part, n_columns, length),
         grad.pointer + row * grad.row + start * grad.column, grad.column, threshold, tl.load(state + NEAR),
         0.0, tl.load(state + SPREAD), gap, CDF, BY_COUNT, False, OUTPUT, CHUNK,

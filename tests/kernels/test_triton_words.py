@@ -26,37 +26,37 @@ LEAST = 33  # entries that do not stay on chip one to a register
 
 
 @pytest.fixture
-def packed(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def words(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernels with rows of 33 to 64 entries two to a register, 16 at a time, and the list of which rows
     were. Rows that are not stream past, 16 entries at a time."""
     layout = kernels.layout
     monkeypatch.setattr(layout, "RESIDENT", LEAST - 1)
     monkeypatch.setattr(
-        layout, "packed_tile", lambda n: layout.Tile(1, 2 * layout.cdiv(n, 16), 8, 1, packed=True)
+        layout, "word_tile", lambda n: layout.Tile(1, 2 * layout.cdiv(n, 16), 8, 1, in_words=True)
     )
     monkeypatch.setattr(layout, "tile", lambda rows, n: layout.Tile(1, 2, 8, 1, True))
     return kernels
 
 
 @pytest.fixture
-def ways(packed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def ways(words: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Of each launch, whether a row is held two entries to a register."""
     found: list[bool] = []
-    solver = packed.counted.solver
+    solver = words.counted.solver
 
     def watched(problem: Any, law: Any, tile: Any, *size: int) -> object:
         made, programs = solver(problem, law, tile, *size)
 
         def start(*arguments: object) -> None:
-            found.append(tile.packed)
+            found.append(tile.in_words)
             made(*arguments)
 
         return start, programs
 
-    packed.counted._variant.cache_clear()
-    monkeypatch.setattr(packed.counted, "solver", watched)
+    words.counted._variant.cache_clear()
+    monkeypatch.setattr(words.counted, "solver", watched)
     yield found
-    packed.counted._variant.cache_clear()
+    words.counted._variant.cache_clear()
 
 
 def adversarial(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -99,13 +99,13 @@ def alike(got: Tensor, want: Tensor, ulps: float, least: float = 0.0) -> None:
     ids=str,
 )
 def test_adversarial_rows(
-    packed: ModuleType, ways: list[bool], monkeypatch: pytest.MonkeyPatch,
+    words: ModuleType, ways: list[bool], monkeypatch: pytest.MonkeyPatch,
     cdf: str, n: int, output: str, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     x, k = adversarial(n, dtype)
     tau = f64(0.5) if n != 34 else torch.linspace(0.01, 3, len(x), dtype=torch.float64)
     args = (k, tau, cdf, CDFS[cdf], output)
-    y, *t = packed.soft_topk(x, *args)
+    y, *t = words.soft_topk(x, *args)
     want, *wanted = reference.soft_topk(x.double(), *args)
     assert ways == [True]
     if output == "threshold":
@@ -115,8 +115,8 @@ def test_adversarial_rows(
     # the interpreter cuts numbers off when it rounds them to bfloat16
     least = 1e-6 if dtype == torch.bfloat16 else 2**-24
     alike(y, want, 1, least if output == "y" else 1e-5)
-    monkeypatch.setattr(packed.layout, "RESIDENT", LEAST // 2 - 1)  # too long even for two to a register
-    past, *past_t = packed.soft_topk(x, *args)
+    monkeypatch.setattr(words.layout, "RESIDENT", LEAST // 2 - 1)  # too long even for two to a register
+    past, *past_t = words.soft_topk(x, *args)
     assert ways == [True, False]
     alike(y, past, 1, least)
     for a, b in zip(t, past_t, strict=True):
@@ -124,14 +124,14 @@ def test_adversarial_rows(
 
 
 @every_half
-def test_gaps(packed: ModuleType, ways: list[bool], dtype: torch.dtype) -> None:
+def test_gaps(words: ModuleType, ways: list[bool], dtype: torch.dtype) -> None:
     """Such a row is read again from memory where its threshold lies in a gap."""
     for cdf, where in itertools.product(CDFS, (0, 1)):
         x = torch.randn(2, 50, generator=torch.Generator().manual_seed(6)).to(dtype)
         x[0, where::10] += 50
         x[1, where + 7 :: 25] += 40
         args = (f64([5.0, 2.0]), f64(0.01), cdf, CDFS[cdf], "y")
-        y, *t = packed.soft_topk(x, *args)
+        y, *t = words.soft_topk(x, *args)
         _, *want = reference.soft_topk(x.double(), *args)
         assert torch.equal(y, (x > 20).to(dtype))
         torch.testing.assert_close(sum(t), sum(want), rtol=0, atol=1e-5)
@@ -139,7 +139,7 @@ def test_gaps(packed: ModuleType, ways: list[bool], dtype: torch.dtype) -> None:
 
 
 @every_half
-def test_rows_that_do_not_come_in_pairs(packed: ModuleType, ways: list[bool], dtype: torch.dtype) -> None:
+def test_rows_that_do_not_come_in_pairs(words: ModuleType, ways: list[bool], dtype: torch.dtype) -> None:
     """Odd lengths and strides, and entries that begin in the middle of a word, are not read as words."""
     memory = torch.randn(600, generator=torch.Generator().manual_seed(2)).to(dtype)
     cases = [
@@ -156,16 +156,16 @@ def test_rows_that_do_not_come_in_pairs(packed: ModuleType, ways: list[bool], dt
     ]
     args = (f64([3.0, 20.5, 30.0, 0.0]), f64(0.5), "logistic", 0.0, "y")
     for x, way in cases:
-        y, *_ = packed.soft_topk(x, *args)
+        y, *_ = words.soft_topk(x, *args)
         want, *_ = reference.soft_topk(x.double(), *args)
         assert ways.pop() is way
         alike(y, want, 1, 1e-6)
-    packed.soft_topk(cases[0][0], *args[:2], "normal", *args[3:])
+    words.soft_topk(cases[0][0], *args[:2], "normal", *args[3:])
     assert ways == [False]
 
 
 @pytest.mark.parametrize("n", [34, 46, 64])
-def test_padding_costs_no_second_look(packed: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+def test_padding_costs_no_second_look(words: ModuleType, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """The moments of a finite row are right at once: they are taken again where an entry is not finite."""
 
     def again(*_: object) -> None:
@@ -174,19 +174,21 @@ def test_padding_costs_no_second_look(packed: ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.import_module("khot._kernels.triton.threshold"), "moment_terms", again)
     x = torch.randn(2, n, generator=torch.Generator().manual_seed(3)).bfloat16()
     args = (f64(5.5), f64(0.5), "logistic", 0.0, "y")
-    y, *_ = packed.soft_topk(x, *args)
+    y, *_ = words.soft_topk(x, *args)
     want, *_ = reference.soft_topk(x.double(), *args)
     alike(y, want, 1, 1e-6)
     x[1, 3] = -torch.inf
     with pytest.raises(Exception, match="taken again"):
-        packed.soft_topk(x, *args)
+        words.soft_topk(x, *args)
 
 
 @every_half
 def test_a_row_of_ordinary_size(kernels: ModuleType, dtype: torch.dtype) -> None:
     """In the tile that it has on a device."""
     x = torch.randn(1, 40_000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert kernels.layout.packs(x, 40_000, 40_000) and not kernels.layout.packs(x.float(), 40_000, 40_000)
+    assert kernels.layout.fits_words(x, 40_000, 40_000) and not kernels.layout.fits_words(
+        x.float(), 40_000, 40_000
+    )
     args = (f64(1000.5), f64(0.5), "logistic", 0.0, "y")
     y, hi, lo = kernels.soft_topk(x, *args)
     want, *t = reference.soft_topk(x.double(), *args)

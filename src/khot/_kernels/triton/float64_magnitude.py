@@ -1,14 +1,14 @@
 """Top-k in magnitude in float64: γ of a row, which is read a chunk at a time, by Newton's method in a bracket
-(:mod:`.exact_steps`), and y. Float64 entries take it, and the rows for which float32 does not suffice."""
+(:mod:`.float64_steps`), and y. Float64 entries take it, and the rows for which float32 does not suffice."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from khot._kernels.triton.exact_steps import NOISE, next_state
-from khot._kernels.triton.exact_sums import BY_COUNT, least, load, sums
 from khot._kernels.triton.fast import store
+from khot._kernels.triton.float64_steps import NOISE, next_state
+from khot._kernels.triton.float64_sums import BY_COUNT, least, load, sums
 from khot._kernels.triton.functions import HUGE, UNIFORM
 from khot._kernels.triton.pooled import temperature, unpooled
 
@@ -67,7 +67,7 @@ def _greatest(x, w, given):
 
 
 @triton.jit
-def find_sizes_exactly(source, k, tau, P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr):
+def find_sizes_in_float64(source, k, tau, P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr):
     """γ = hi + lo of a row, for which the order of the edge cases is the reference's."""
     n = source[3]
     nan, above, below, positive = sums(_kinds, 0, 4, source, BY_COUNT, WIDTH)
@@ -117,7 +117,7 @@ def _root(source, left, every, tau, most, P: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def write_sizes_exactly(
+def write_sizes_in_float64(
     to, source, hi, lo, tau, P: tl.constexpr, SIGNED: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     none = hi == HUGE

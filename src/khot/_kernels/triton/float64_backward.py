@@ -1,4 +1,4 @@
-"""The gradients of a row in float64, with costs or without: what belongs to :mod:`.exact`.
+"""The gradients of a row in float64, with costs or without: what belongs to :mod:`.float64`.
 
 The equations are the reference's (`_kernels.reference.soft_topk` and `_kernels.reference.soft_budget`).
 Densities are relative to that of the entry nearest to t, so that their sums do not underflow in a gap. Where
@@ -12,8 +12,9 @@ import triton.language as tl
 
 from khot._kernels.triton import layout
 from khot._kernels.triton.arguments import Matrix, Pairs, Pulled, Solved, Values
-from khot._kernels.triton.exact import chunk, number64, row_source, share
-from khot._kernels.triton.exact_sums import (
+from khot._kernels.triton.fast import joined, store
+from khot._kernels.triton.float64 import chunk, number64, row_source, share
+from khot._kernels.triton.float64_sums import (
     BY_COUNT,
     BY_VALUE,
     FARTHEST_Z,
@@ -24,7 +25,6 @@ from khot._kernels.triton.exact_sums import (
     load,
     sums,
 )
-from khot._kernels.triton.fast import joined, store
 from khot._kernels.triton.functions import (
     HUGE,
     LOG,
@@ -107,7 +107,7 @@ def _pull(x, w, v, given):
 
 
 @triton.jit
-def pull_sums_exactly(
+def pull_sums_in_float64(
     source, grad_at, grad_column, threshold,
     CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def _fixed(hi, lo, AT_MOST: tl.constexpr):
 
 
 @triton.jit
-def write_pull_exactly(
+def write_pull_in_float64(
     dx_at, dcost_at, source, grad_at, grad_column, threshold, near, price, spread, gap,
     CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -185,18 +185,18 @@ def write_pull_exactly(
 
 
 @triton.jit
-def pull_exactly(
+def pull_in_float64(
     source, grad_at, grad_column, grad_lo, threshold, dx_at, dcost_at, dgoal_at, dtau_at,
     CDF: tl.constexpr, BY: tl.constexpr, AT_MOST: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradients in a row's scores, in its costs, if it has some, in its goal, and in τ."""
-    near, totals = pull_sums_exactly(source, grad_at, grad_column, threshold, CDF, BY, OUTPUT, WIDTH)
+    near, totals = pull_sums_in_float64(source, grad_at, grad_column, threshold, CDF, BY, OUTPUT, WIDTH)
     price, dtau, spread, gap = settle_pull(
         near, totals, source, grad_at, grad_column, grad_lo, threshold, CDF, BY, AT_MOST, OUTPUT, WIDTH
     )
     tl.store(dgoal_at, price)
     tl.store(dtau_at, dtau)
-    write_pull_exactly(
+    write_pull_in_float64(
         dx_at, dcost_at, source, grad_at, grad_column, threshold, near, price, spread, gap,
         CDF, BY, AT_MOST, OUTPUT, WIDTH,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _gap(
     CDF: tl.constexpr, BY: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dL/dgoal and dL/dτ in a gap, t = ½(up + down) − ½τ without costs; and the levels of the entries next to
-    it, as :func:`.exact_sums.beside_levels` has them, with dL/dx there."""
+    it, as :func:`.float64_sums.beside_levels` has them, with dL/dx there."""
     up, down = beside(source, threshold, CDF, BY, WIDTH, grad_at, grad_column)
     both = up[3] + down[3]
     up_part, down_part = up[3] / both, down[3] / both
@@ -230,20 +230,20 @@ def _gap(
 
 
 @triton.jit
-def pull_rows_exactly(
+def pull_rows_in_float64(
     grad, grad_lo, x, cost, t, tau, to, n, exponent, L: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     threshold = (tl.load(t.hi + row), tl.load(t.lo + row), number64(*tau, row), joined(*exponent))
     dx_at = to.dx + row * n
-    pull_exactly(
+    pull_in_float64(
         row_source(x, cost, row, n, L.by), grad.pointer + row * grad.row, grad.column,
         number64(*grad_lo, row), threshold, dx_at, dx_at if L.by == BY_COUNT else to.dcost + row * n,
         to.dgoal + row, to.dtau + row, L.cdf, L.by, L.at_most, L.output, WIDTH,
     )  # fmt: skip
 
 
-KERNELS = (pull_rows_exactly,)
+KERNELS = (pull_rows_in_float64,)
 
 
 def backward(
@@ -252,7 +252,7 @@ def backward(
     """Fill the results, as :func:`.pull.backward` does."""
     rows, n = pairs.x.pointer.shape
     launch(
-        pull_rows_exactly, rows,
+        pull_rows_in_float64, rows,
         grad, grad_lo, *pairs, solved.t, solved.tau, to, n, layout.power(asked.F), L=layout.law(*asked),
         **chunk(n),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From the sums of one evaluation to the next trial: the steps of the search in float64 (:mod:`.exact`)."""
+"""From the sums of one evaluation to the next trial: the steps of the search in float64 (:mod:`.float64`)."""
 
 from __future__ import annotations
 

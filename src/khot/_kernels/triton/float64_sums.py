@@ -1,4 +1,4 @@
-"""Sums over the entries of a row in float64, a chunk at a time: what :mod:`.exact` finds thresholds with.
+"""Sums over the entries of a row in float64, a chunk at a time: what :mod:`.float64` finds thresholds with.
 
 BY says what an entry costs. BY_COUNT: each costs one, y = F((x − t)/τ), and what is multiplied by a cost
 compiles to what is not. BY_SCORE: w, and y is the same. BY_VALUE: w, and y = F((x − t w)/τ).
