@@ -228,6 +228,9 @@ def test_cross_entropy_refuses() -> None:
         TopKCrossEntropyLoss({1: 1.5 - 0.5, 2: -0.5})
     with pytest.raises(ValueError, match="full support"):
         TopKCrossEntropyLoss(1, cdf="uniform")
+    for label in (10**400, -(10**400), 2**63):
+        with pytest.raises(ValueError, match="ignore_index must lie in"):
+            TopKCrossEntropyLoss(1, ignore_index=label)
     with pytest.raises(ValueError, match="k must be at most the number of classes, 2, but got 3"):
         TopKCrossEntropyLoss(3)(scores(1, 2), torch.tensor([0]))
     for wrong in (2, -1):
@@ -310,6 +313,17 @@ def test_rows_that_are_all_ignored() -> None:
     total = TopKCrossEntropyLoss(1, reduction="sum")(x, label)
     total.backward()
     assert total == 0 and (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"m": 2}, {"label_smoothing": 0.1}], ids=str)
+def test_rows_without_a_class_that_are_all_ignored(options: dict[str, Any]) -> None:
+    x, label = scores(2, 0).requires_grad_(), torch.tensor([-100, -100])
+    for mask in (None, torch.ones(2, 0, dtype=torch.bool)):
+        assert TopKCrossEntropyLoss(1, **options)(x, label, mask=mask).isnan()
+        total = TopKCrossEntropyLoss(1, reduction="sum", **options)(x, label, mask=mask)
+        assert total == 0 and torch.autograd.grad(total, x)[0].shape == (2, 0)
+    with pytest.raises(ValueError, match="at most the number of classes, 0"):
+        TopKCrossEntropyLoss(1, **options)(x, torch.tensor([-100, 0]))
 
 
 @pytest.mark.parametrize("padding", [math.nan, -math.inf])

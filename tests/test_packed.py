@@ -597,6 +597,13 @@ def test_no_rows() -> None:
     assert losses.ndcg_loss(x, x, offsets=offsets) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_counts(dtype: torch.dtype) -> None:
+    x, offsets, k = torch.randn(9), torch.tensor([0, 4, 9]), torch.tensor([1, 3])
+    for call in (khot.soft_topk, khot.topk_mask):
+        assert torch.equal(call(x, k.to(dtype), offsets=offsets), call(x, k, offsets=offsets))
+
+
 def test_bad_arguments() -> None:
     x, offsets = torch.randn(9), torch.tensor([0, 4, 9])
     with pytest.raises(ValueError, match=r"k must lie in .* 5 for a row with 4"):

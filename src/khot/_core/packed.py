@@ -172,6 +172,8 @@ run_as_is(by_rows)
 # The arguments with one value for each entry. Each row has its own w.
 OF_ENTRIES = arguments.OF_ENTRIES | {"w"}
 
+UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
+
 
 def _parts(value: Tensor, name: str, values: Tensor, how: Plan) -> Sequence[Tensor]:
     """What each group has of a tensor: of one value for each entry, or of one for each row."""
@@ -185,7 +187,9 @@ def _parts(value: Tensor, name: str, values: Tensor, how: Plan) -> Sequence[Tens
         )
     if of_entries:
         return _apart(value, how)
-    return value.index_select(0, how.order).split([group.rows for group in how.groups])
+    # torch selects no rows of unsigned numbers of more than 8 bits by an index alone
+    taken = value[how.order] if value.dtype in UNSIGNED else value.index_select(0, how.order)
+    return taken.split([group.rows for group in how.groups])
 
 
 def check(values: Any, offsets: Any, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from khot import cdfs
 from khot._core import arguments
@@ -121,7 +122,7 @@ class TopKCrossEntropyLoss(nn.Module):
         if m is not None:
             arguments.check_integer(m, "m", low=max(2, *self.k))
         self.m = m
-        arguments.check_integer(ignore_index, "ignore_index", low=-sys.maxsize)
+        arguments.check_integer(ignore_index, "ignore_index", low=-sys.maxsize, high=sys.maxsize)
         arguments.check_number(label_smoothing, "label_smoothing", low=0, high=1)
         self.ignore_index, self.label_smoothing = int(ignore_index), float(label_smoothing)
         self.reduction = check_reduction(reduction)
@@ -243,6 +244,8 @@ def _target(
         label = label.masked_fill(ignored, 0)
         x, there = _without(ignored, x, there)
     _check_classes(of, x, there, ~ignored)
+    if not x.shape[-1]:  # all rows are ignored, and have one class for their label
+        x, there = pad(x, (0, 1)), None
     arguments.check_values(label, "label", low=0, high=x.shape[-1] - 1)
     if there is not None:
         _check_named(~there.gather(-1, label.unsqueeze(-1)))
