@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -268,3 +268,86 @@ def test_k_within_rounding_of_none_and_of_all(cdf: Any, dtype: torch.dtype, coun
         torch.testing.assert_close(moved.double().sum(-1), torch.ones_like(k), rtol=1e-2, atol=0)
         grad = torch.autograd.grad((khot.soft_topk(leaf, k, cdf=cdf) * weights).sum(), leaf)[0]
         assert grad.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------ ends of gaps
+
+# by so many of its last digits τ is more than the width of a gap
+OFF = (-1000, -64, -3, -2, -1, 0, 1, 2, 8)
+COMPACT = ("uniform", cdfs.Power(2), cdfs.Power(1.5), cdfs.Power(4 / 3), cdfs.Power(1.7))
+
+
+class Ends(NamedTuple):
+    """Rows in gaps that are hardly wider than τ, or not quite as wide.
+
+    The scores have ties and differ in few of their last digits. All sums, differences and levels of these
+    numbers are exact in float64.
+    """
+
+    x: Tensor
+    cost: Tensor
+    amount: Tensor  # what the entries above the gap cost
+    tau: Tensor
+    y: Tensor  # 1 above the gap and 0 below it
+    exists: Tensor  # whether the gap is wider than τ
+    edges: tuple[Tensor, Tensor]  # the entries next to it, above and below
+    a: Tensor  # the cost by value, 1 by score
+
+
+def ends(rows: int, n: int, dtype: torch.dtype, by: str, off: tuple[int, ...], seed: int) -> Ends:
+    g = torch.Generator().manual_seed(seed)
+    eps = torch.finfo(dtype).eps
+    whole, digits = (torch.randint(0, high, (rows, n), generator=g) for high in (3, 4))
+    kind = torch.randint(0, 3, (rows, 1), generator=g)  # ties; ties but for last digits; last digits alone
+    x = torch.where(kind < 2, whole, 1) + digits.double() * (2 * eps) * (kind > 0)
+    x[:, 0] = 1 + x.amax(-1) * (kind[:, 0] < 2) + 16 * eps
+    x = x.gather(-1, torch.rand(rows, n, generator=g).argsort(-1)).to(dtype).double()
+    cost = 2.0 ** torch.randint(0, 3, (rows, n), generator=g) if by != "count" else torch.ones(rows, n)
+    cost = cost.double()
+    a = cost if by == "value" else torch.ones_like(cost)
+    level = x / a
+    down = level.gather(-1, torch.randint(0, n, (rows, 1), generator=g))
+    least = level.amin(-1, keepdim=True)
+    down = torch.where(down < level.amax(-1, keepdim=True), down, least)
+    y = level > down
+    width = (x - down * a).masked_fill(~y, math.inf).amin(-1)
+    size = 1 + torch.tensor(off)[torch.randint(0, len(off), (rows,), generator=g)] * 2.0**-23
+    tau = (width * size).float().double()
+    ups = ((x - tau.unsqueeze(-1)) / a).masked_fill(~y, math.inf)
+    edges = y & (ups == ups.amin(-1, keepdim=True)), ~y & (level == down)
+    exact = x.to(dtype), cost.to(dtype), (cost * y).sum(-1), tau
+    return Ends(*exact, y.double(), tau < width, edges, a)
+
+
+def price_of(e: Ends, v: Tensor) -> Tensor:
+    """The gradient in the amount, where the gap exists: Σ a v/Σ w a of both edges, weighted by Σ w a/Σ w."""
+    v, w = v.double(), e.cost.double()
+    sums = [[(part * edge).sum(-1) for part in (e.a * v, w * e.a, w)] for edge in e.edges]
+    (up, up_paid, up_cost), (down, down_paid, down_cost) = sums
+    a_up, a_down = up_paid / up_cost, down_paid / down_cost
+    return (a_up * up / up_paid + a_down * down / down_paid) / (a_up + a_down)
+
+
+@pytest.mark.parametrize("cdf", COMPACT, ids=str)
+@pytest.mark.parametrize("by", ["count", "score", "value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_ends_of_gaps(dtype: torch.dtype, by: str, cdf: Any) -> None:
+    """A gap wider than τ, if barely, decides every entry, and t is not at one of its ends."""
+    for seed, (rows, n) in enumerate(itertools.product((1, 3, 16, 17), (2, 3, 5, 8, 24, 200))):
+        e = ends(rows, n, dtype, by, OFF, seed)
+        leaves = [v.clone().requires_grad_() for v in (e.x, e.amount, e.tau, e.cost)]
+        x, amount, tau, cost = leaves
+        if by == "count":
+            y = khot.soft_topk(x, amount, tau=tau, cdf=cdf)
+        else:
+            y = khot.soft_budget(x, cost, amount, tau=tau, cdf=cdf, by=by)
+        torch.testing.assert_close(y.double(), e.y, rtol=0, atol=2e-6)
+        v = torch.arange(1.0, n + 1).flip(-1).to(dtype)
+        used = leaves[: 3 if by == "count" else 4]
+        got = [part[e.exists].double() for part in torch.autograd.grad((y * v).sum(), used)]
+        price = price_of(e, v)[e.exists]
+        assert (got[0] == 0).all() and (got[2] == 0).all(), (rows, n)
+        torch.testing.assert_close(got[1], price, rtol=1e-5, atol=0)
+        if by != "count":
+            want = -price.unsqueeze(-1) * e.y[e.exists]
+            torch.testing.assert_close(got[3], want, rtol=1e-5 + torch.finfo(dtype).eps, atol=1e-5)

@@ -58,7 +58,7 @@ class BudgetBackward {
   // Where t is infinite, entries are decided, except by value those that cost nothing.
   template <class R>
   KHOT_APART void entries(const R* x, const R* w, int count, Block<R>& b) const {
-    F_.tails(Position<R>(t_, tau_, spec_.by_value), x, w, count, b.z, b.y, b.f);
+    F_.tails(Position<R>(t_, tau_, spec_.by_value, F_.full_support), x, w, count, b.z, b.y, b.f);
     const R median = static_cast<R>(F_.median);
     const bool held = infinite_;
     const Int<R> by_value = spec_.by_value ? ~Int<R>{} : Int<R>{};

@@ -31,7 +31,7 @@ class LaneBudgetBackward {
       tau[j] = static_cast<float>(own_tau), scale[j] = static_cast<float>(1 / own_tau);
       grad_lo[j] = static_cast<float>(rows.grad_lo(first + j));
       level[j] = static_cast<float>(t.hi + t.lo);
-      const Position<float> position(t, own_tau, by_value_);
+      const Position<float> position(t, own_tau, by_value_, F_.full_support);
       const float* x = fetch(rows.x(first + j), 0, n_, x_);
       const float* w = costs[j] = fetch(rows.cost(first + j), 0, n_, costs_ + j * kShortRow);
       const float* g = grads[j] = fetch(rows.grad(first + j), 0, n_, grads_ + j * kShortRow);

@@ -183,7 +183,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
   void take_middle() {
     VecD spent[2] = {};
     IntF decided = good;
-    const VecF middle = Passes::gap_middle(decided, [&](IntF in, VecF a) {
+    const auto middle = Passes::gap_middle(decided, [&](IntF in, VecF a) {
       VecD half[2];
       halves(in ? a : VecF{}, half[0], half[1]);
       spent[0] += half[0], spent[1] += half[1];
@@ -195,7 +195,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     }
     good &= decided | (slope_ > 1e-5f * goal_);
     if (!any(decided)) return;
-    hi_ = decided ? middle : hi_, lo_ = decided ? VecF{} : lo_;
+    hi_ = decided ? middle.hi : hi_, lo_ = decided ? middle.lo : lo_;
     Passes::write();  // entries that cost nothing may be undecided
   }
 

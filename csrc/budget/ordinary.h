@@ -206,7 +206,7 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
   bool confirm(const Found<OrdinaryBudget>& found, Threshold& t) {
     if constexpr (!C::full_support) {
       t = Passes::written_;
-      return true;
+      return !Passes::may_end_gap(found.sums);
     }
     t = split(t_);
     const double S1 = found.sums.S1;

@@ -42,10 +42,10 @@ struct Position {
   R hi, lo, scale, tau;
   Int<R> by_value;
 
-  Position(Threshold t, double tau, bool by_value)
+  Position(Threshold t, double tau, bool by_value, bool full_support = true)
       : hi(static_cast<R>(t.hi)),
         lo(static_cast<R>((t.hi - hi) + t.lo)),
-        scale(static_cast<R>(1 / tau)),
+        scale(inverse_of<R>(tau, full_support)),
         tau(static_cast<R>(tau)),
         by_value(by_value ? ~Int<R>{} : Int<R>{}) {}
   KHOT_INLINE Vec<R> a(Vec<R> w) const { return by_value ? w : splat<R>(1); }

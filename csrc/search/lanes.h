@@ -237,25 +237,30 @@ class LanePasses : public Tile {
     });
   }
 
+  struct Middle {
+    VecF hi, lo;
+  };
+
   // Under compact support: the middle of the gap that t lies in, for the rows that are still `decided`, which
   // are those where every entry that has a weight is chosen or not. The search may have ended at an end of
   // the gap, where rounding leaves an entry a little undecided. chosen(in, a) takes which of the entries of a
   // column are, and their weights.
   template <class Chosen>
-  KHOT_INLINE VecF gap_middle(IntF& decided, Chosen chosen) {
+  KHOT_INLINE Middle gap_middle(IntF& decided, Chosen chosen) {
     VecF low = splat(-kInf<float>), high = splat(kInf<float>);
     for (int i = 0; i < n_; ++i) {
-      const VecF x = *column(x_, i), y = *column(y_, i), a = this->a(i), end = x - tau_;
+      const VecF x = *column(x_, i), y = *column(y_, i), a = this->a(i);
       const IntF counts = Terms::weighted ? a > 0 : ~IntF{};
       const IntF out = (y <= 1e-6f) & counts, in = (y >= 1 - 1e-6f) & counts;
       decided &= out | in | ~counts;
       low = out & (x > low) ? x : low;
-      high = in & (end < high) ? end : high;
+      high = in & (x < high) ? x : high;
       chosen(in, a);
     }
-    const VecF middle = 0.5f * low + 0.5f * high;
-    decided &= (low < middle) & (middle < high);
-    return middle;
+    decided &= (high - low >= tau_) & (high - low < kInf<float>);
+    const VecF between = 0.5f * low + 0.5f * high, hi = between - 0.5f * tau_;
+    const VecF lost = 0.5f * ((low - between) + (high - between));
+    return {hi, lost + ((between - hi) - 0.5f * tau_)};
   }
 
   C F_;

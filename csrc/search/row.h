@@ -29,8 +29,9 @@ struct RowSums {
   // a (F - 1); or m is 0.
   double m = 0, C = 0;
   double S1 = 0, S2 = 0, S3 = 0, S4 = 0, S5 = 0;  // the sums of a u f and of its derivatives along t
+  double away = 0;  // under compact support, the sum of a u min(F, 1 - F)
   void operator+=(const RowSums& o) {
-    m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3, S4 += o.S4, S5 += o.S5;
+    m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3, S4 += o.S4, S5 += o.S5, away += o.away;
   }
 };
 
@@ -109,6 +110,10 @@ class RowPasses {
     return {hi, t - hi};
   }
 
+  // Whether, under compact support, all entries are next to decided, so that t may be the end of a gap. It
+  // has to be the middle then, which other solvers find.
+  static bool may_end_gap(const RowSums& s) { return !C::full_support && s.away <= kNear * s.S1; }
+
   // Whether a sum of y has the digits that matter; otherwise most entries are decided.
   static bool enough(const RowSums& sums) {
     if constexpr (C::value_from_odds) return sums.S1 * C::decided_ratio > sums.C;
@@ -147,6 +152,7 @@ class RowPasses {
       Costs seen;
       IntF m{};
       LongSum D;
+      VecF away{};
       auto sums = derivative_sums<C, Terms>(F);
       auto add = [&](VecF x, int i, int lanes) {
         const VecF a = costs.a(i, lanes), z = offset<Terms>(x, hi, a) * scale - lo * u<Terms>(a);
@@ -163,6 +169,7 @@ class RowPasses {
         } else {
           const VecF y = F.template value<float>(z);
           D.add(Terms::weighted ? a * y : above ? y - 1 : y);
+          away += a * u<Terms>(a) * v.tail;
           if (out != nullptr) store_beside(target, i, lanes, y);
         }
       };
@@ -171,6 +178,7 @@ class RowPasses {
       for (int i = 0; i < kWidth<float>; ++i) above_count += m[i];
       s.m += above_count;
       s.C += sum<double>(D.total);
+      s.away += sum<float>(away);
       sums.put(s, sum<float>);
       seen.put(s);
       if (!C::full_support && !own && out != nullptr) put(out, dtype, at, count, results);

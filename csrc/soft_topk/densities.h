@@ -61,7 +61,7 @@ struct ScoreDensity {
       : F(F),
         hi(static_cast<R>(t.hi)),
         lo(static_cast<R>((t.hi - hi) + t.lo)),
-        scale(static_cast<R>(1 / tau)) {}
+        scale(inverse_of<R>(tau, C::full_support)) {}
 
   KHOT_INLINE Vec<R> standardized(Vec<R> x) const { return ((x - hi) - lo) * scale; }
 

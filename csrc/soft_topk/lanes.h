@@ -55,7 +55,7 @@ class LaneSolver : public SharpCounts<C> {
     if constexpr (C::full_support) {
       miss = Passes::finish(found.moved);
     } else {
-      take_middle();
+      take_middle(found.sums.S1);
       miss = found.sums.miss;  // y is that of the last pass, as the last step had no length
     }
     give_back_unless_reached(miss);
@@ -210,13 +210,14 @@ class LaneSolver : public SharpCounts<C> {
   }
 
   // Where all entries are decided, every t between two of them gives this count; the threshold is their
-  // middle.
-  void take_middle() {
+  // middle. S1 is the sum of f where the search has ended, which may be at the end of the gap.
+  void take_middle(VecF S1) {
     IntF decided = good;
     for (int j = 0; j < width; ++j) decided[j] &= k_all_[j] == std::floor(k_all_[j]) ? -1 : 0;
     if (!any(decided)) return;
-    const VecF middle = Passes::gap_middle(decided, [](IntF, VecF) {});
-    hi_ = decided ? middle : hi_, lo_ = decided ? VecF{} : lo_;
+    const auto middle = Passes::gap_middle(decided, [](IntF, VecF) {});
+    hi_ = decided ? middle.hi : hi_, lo_ = decided ? middle.lo : lo_;
+    if (any(decided & (S1 > 0))) Passes::write();
   }
 
   void scatter(const ForwardRows& rows, int64_t first, bool* ordinary) {

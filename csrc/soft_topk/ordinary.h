@@ -116,7 +116,7 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     const bool stores = by_odds && Passes::kStores && out != nullptr && x_.dtype == Dtype::kFloat;
     Passes::start(guess, out, stores, reads_odds && by_odds);
     const Found<OrdinarySolver> found = find(*this);
-    if (!good) return false;
+    if (!good || Passes::may_end_gap(found.sums)) return false;
     t = split(t_);
     if (out == nullptr) return true;
     if constexpr (!C::full_support) {
