@@ -100,6 +100,7 @@ class LaneBackward {
         if (done[j]) clear(rows.grad_x(first + j), dtype, n_);
         continue;
       }
+      if (loses_products(mass[j], v_sum[j], Row{grads[j], Dtype::kFloat, 1}, n_, nullptr)) continue;
       done[j] = true;
       rows.put(first + j, grad_k[j], grad_tau[j]);
       const Density row(F_, t[j], tau[j]);

@@ -47,6 +47,7 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
         sums.fv += parts.v_total(), sums.fzv += parts.zv_total();
       });
   if (!Density::reliable(s.f, s.y, spec.n)) return s.f == 0 ? Gradients::kFlat : Gradients::kUnreliable;
+  if (in_float && loses_products(s.f, s.fv, grad, spec.n, spec.inside)) return Gradients::kUnreliable;
   const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
   grad_k = v_mean - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;

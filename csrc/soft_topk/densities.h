@@ -4,6 +4,7 @@
 // scalars. For log y, vf/F takes the place of fv.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <type_traits>
 
@@ -15,6 +16,22 @@ namespace khot::KHOT_ISA {
 // The least sum of f over a row: below it, the products of f with v and z lose digits.
 template <class R>
 constexpr double kLeastMass = sizeof(R) == 4 ? 1e-20 : 1e-100;
+
+struct Steepest {
+  float v = 0;
+  void operator+=(const Steepest& o) { v = std::max(v, o.v); }
+};
+
+// Whether products of f with the incoming gradients are nothing in float, although there are some. These are
+// asked only where all f, and what the products f v add up to, are small.
+inline bool loses_products(double mass, double fv, const Row& grad, int64_t n, const Parallel* inside) {
+  if (mass > 1e-6 || std::fabs(fv) > 1e-30) return false;
+  const float most = reduce<float, Steepest>(grad, n, inside, [](Steepest& s, const float* p, int count,
+                                                                int64_t) {
+                       for (int i = 0; i < count; ++i) s.v = std::max(s.v, std::fabs(p[i]));
+                     }).v;
+  return most > 0 && most < 1e-16f;
+}
 
 template <class R>
 struct DensitySums {

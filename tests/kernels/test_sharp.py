@@ -38,6 +38,18 @@ def test_entries_that_are_equal_at_the_threshold_share_alike(cdf: Any) -> None:
                 assert (share == share[:, :1]).all() and (share - 1 / equal).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("cdf", ["logistic", "laplace"])
+@pytest.mark.parametrize(("rows", "n"), [(1, 24), (16, 24), (1, 1000)])
+def test_small_gradients_times_small_densities(rows: int, n: int, cdf: Any) -> None:
+    """Their products are nothing in float32, and dL/dk is of the size of the gradients."""
+    x = torch.arange(float(n)).repeat(rows, 1)
+    v = torch.arange(1.0, n + 1).expand(rows, n)
+    for size, tau in ((1e-30, 0.03), (1e-30, 0.015), (1e-25, 0.0115)):
+        k = torch.full((rows,), 5.0, dtype=torch.float64, requires_grad=True)
+        (dk,) = torch.autograd.grad(khot.soft_topk(x, k, tau=tau, cdf=cdf), k, v * size)
+        torch.testing.assert_close(dk, torch.full_like(dk, (n - 4.5) * size), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [3, 17, 255])
 def test_both_ends_of_a_gap_weigh_alike_where_densities_underflow(n: int, dtype: torch.dtype) -> None:
