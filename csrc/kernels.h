@@ -3,15 +3,17 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 namespace khot {
 
 // A subnormal tau counts as the least normal number: 1/tau would be infinite. This changes only rows whose
-// scores differ by less than 1e-305.
+// scores differ by less than 1e-305. It is known by its bits, as it may compare as 0 (FlushSubnormals).
 inline double invertible(double tau) {
-  constexpr double least = std::numeric_limits<double>::min();
-  return tau > 0 && tau < least ? least : tau;
+  int64_t bits;
+  std::memcpy(&bits, &tau, 8);
+  return bits > 0 && bits < int64_t{1} << 52 ? std::numeric_limits<double>::min() : tau;
 }
 
 enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };

@@ -300,6 +300,20 @@ def test_infinite_entries_and_levels(name: str) -> None:
     assert khot.inverse_soft_count(x, 1, **of).isnan()
 
 
+@every_cdf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_counts_at_subnormal_temperatures(rows: int, dtype: torch.dtype, name: str) -> None:
+    x, cdf = torch.tensor([[0.0, 1.0, 2.0]], dtype=dtype).repeat(rows, 1).requires_grad_(), CDFS[name][0]
+    half = float(cdfs.resolve(cdf).cdf(torch.zeros(())))
+    for tau in (1e-310, 5e-324):
+        for at, want in ((1.0, 1 + half), (1.5, 1.0)):
+            count = khot.soft_count(x, at, tau=tau, cdf=cdf)
+            assert (count == want).all()
+            (grad,) = torch.autograd.grad(count.sum(), x)
+            assert (grad[:, [0, 2]] == 0).all() and not grad.isnan().any()
+
+
 def test_many_levels_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     counts = torch.linspace(0.5, 29.5, 30, dtype=torch.float64).expand(2, 30)

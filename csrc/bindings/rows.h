@@ -128,7 +128,7 @@ struct LevelRows final : CountRows {
   LevelRows(int64_t m, Rows scores, Numbers taus, Numbers levels)
       : m(m), scores(std::move(scores)), taus(std::move(taus)), levels(std::move(levels)) {}
   Row x(int64_t row) const override { return scores(row); }
-  double tau(int64_t row) const override { return taus(row); }
+  double tau(int64_t row) const override { return invertible(taus(row)); }
   double level(int64_t row, int64_t j) const override { return levels(row * m + j); }
   double grad(int64_t row, int64_t j) const override { return (*grads)(row * m + j); }
   void* grad_x(int64_t row) const override { return results(row); }
