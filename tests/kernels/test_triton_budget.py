@@ -187,6 +187,27 @@ def test_the_rounding_of_a_sum_of_costs_does_not_move_the_shares(
     check_rows(kernels, x, w, budget, 0.1, cdf, by, False)
 
 
+def test_the_end_of_a_gap_at_which_entries_are_taken_whole(kernels: ModuleType) -> None:
+    """Under a power they are about to reach y = 1 there, and t goes on into the gap."""
+    x = torch.tensor(
+        [
+            [2 + 2.0**-21, 1, 3 + 5 * 2.0**-21, 3 * 2.0**-22, 1, 2],
+            [1 + 2.0**-19, 1, 1, 1 + 3 * 2.0**-22, 1, 1],
+            [2, 3 + 11 * 2.0**-22, 2 + 3 * 2.0**-22, 3 * 2.0**-22, 1 + 2.0**-21, 2 + 2.0**-21],
+            [1, 0, 2, 2, 3 + 2.0**-19, 0],
+        ]
+    )
+    w = torch.tensor([[1.0, 1, 4, 1, 4, 1], [1, 4, 2, 1, 2, 1], [2, 1, 4, 2, 4, 1], [2, 2, 2, 1, 2, 2]])
+    budget = torch.tensor([6.0, 2, 1, 7], dtype=torch.float64)
+    tau = torch.tensor(
+        [0.9523162841796875, 7.144030860217754e-07, 0.9523180723190308, 0.9988079071044922],
+        dtype=torch.float64,
+    )
+    _, hi, lo = kernels.soft_budget(x, w, budget, tau, "power", 1.5, "score", False)
+    z = ((x.double() - hi[:, None]) - lo[:, None]) / tau[:, None]
+    assert ((z > 1.0001) | (z < -0.0001)).all()
+
+
 def test_a_bound_that_is_nearly_spent(kernels: ModuleType) -> None:
     """Whether t = 0 spends more than the bound is decided by the last digits, and by float64."""
     g = torch.Generator().manual_seed(0)

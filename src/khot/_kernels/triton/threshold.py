@@ -265,6 +265,10 @@ def taylor_step(
             lean = (P > 0) & (goal >= 0) & (mass < 4 * power) & ((tl.abs(mu) > 0.01) | (goal == 0))
             line = tl.where(goal == 0, 1.001 * line, line)  # into the gap that t is in then
             h = tl.where(lean, line, h)
+            # All of them are about to reach 1, as z^e and z^(e − 1) agree: likewise, into the gap there.
+            fill = (mass > 0) & (goal > 0) & (tl.abs(mu) < kink(CDF))
+            fill = fill & (tl.abs(mass - power * P) <= kink(CDF) * mass)
+            h = tl.where(fill, h - 1e-3, h)
         # Taylor's polynomial ends with h: `turn` is the slope of a chord, and knows no more than the size
         # of the next term. y moves up to `power` times as much as t.
         length = tl.abs(h)
@@ -278,7 +282,7 @@ def taylor_step(
         short = short & (crossing <= ROUNDING * mass) & (bent <= ROUNDING)
         last = (tl.abs(mu) <= ROUNDING) | short
         if CDF == POWER:
-            last = last & (goal != 0)
+            last = last & (goal != 0) & ~fill
         else:  # into the gap, likewise, where all entries with 0 < y < 1 are about to leave it
             leaves = (excess == 0) & (mass > 0) & (sums[3].to(tl.float32) >= mass)
             h = tl.where(leaves, h + tl.where(h > 0, 1e-3, -1e-3), h)
