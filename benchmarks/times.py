@@ -139,7 +139,7 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
         # the call, its unit, and its inputs, of which the unit has the first
         found: dict[str, tuple[Any, ...]] = {"plain": (soft, softmax, x)}
         for cdf in ("logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3)):
-            for tau in (0.03, 0.01, 1e-3, 1e-6):
+            for tau in (0.1, 0.03, 0.01, 1e-3, 1e-6):
                 name = cdf if isinstance(cdf, str) else "Power(4/3)"
                 found[f"{name}, tau = {tau:g}"] = partial(soft, tau=tau, cdf=cdf), softmax, x
         found |= {
@@ -1045,7 +1045,11 @@ SUBJECTS = {
         Subject(assign, ((1024, 16), (1024, 64), (4096, 64)), 2.0, ("POT",)),
         Subject(attention, (16_384,)),
         Subject(budget, ((4096, 64), (128, 1000), (100, 10_000), (100, 100_000), (16, 1_000_000))),
-        Subject(calls, ((4096, 64, 8), (128, 1000, 100), (100, 10_000, 1000), (512, 4096, 64)), 0.3),
+        Subject(
+            calls,
+            ((4096, 64, 8), (128, 1000, 100), (100, 10_000, 1000), (512, 4096, 64), (16_384, 8, 2)),
+            0.3,
+        ),
         Subject(
             conditional_poisson,
             (
