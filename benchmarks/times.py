@@ -126,7 +126,8 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
 
     Float32 scores, normal, sd 1, by the logistic CDF at a temperature of 1, unless the row says otherwise.
     Masks leave 70 % of the entries. Set KHOT_KERNELS=avx2 for the older instruction set. The second table has
-    other operators, over their own plain calls; a tenth of the costs, 0.05 to 1.05, is paid for.
+    other operators, over their own plain calls; a tenth of the costs that a mask leaves is paid for, each of
+    0.05 to 1.05.
     Each cell: forward / forward + backward.
     """
 
@@ -177,7 +178,7 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
         cost, target = torch.rand(rows, n, generator=generator(2)) + 0.05, torch.zeros(rows, n)
         target[:, :k] = 1
         operators: dict[str, Function] = {
-            "soft_budget": partial(khot.soft_budget, cost=cost, budget=0.1 * cost.sum(-1)),
+            "soft_budget": partial(khot.soft_budget, cost=cost, budget=0.1 * (cost * mask).sum(-1)),
             "soft_topk_magnitude": partial(khot.soft_topk_magnitude, k=k),
             "FenchelYoungTopKLoss": lambda x, tau=1.0, mask=None: khot.losses.FenchelYoungTopKLoss(
                 k, tau=tau

@@ -124,7 +124,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     is_hard_ = is_found_ && !any(good & ~hard);
     // where entries are decided, t still depends on how many of them lie at the ends of the gap
     const IntF crowded =
-        ((beside.up[1] - beside.up[0]) * scale_ < 17) | ((beside.down[0] - beside.down[1]) * scale_ < 17);
+        weighs(beside.up[1] - beside.up[0], beside) | weighs(beside.down[0] - beside.down[1], beside);
     if (any(good & wide & crowded)) weigh_ends(wide, beside);
   }
 
@@ -170,30 +170,37 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     return settled;
   }
 
-  // The tail beyond z over the density there, where that depends on z.
-  static KHOT_INLINE VecF ratio(VecF z) {
-    if constexpr (std::is_same_v<C, Normal>) return Normal::mills<float>(z);
-    return splat(1.0f);
+  // Whether an entry so far behind the end of a gap weighs anything beside it.
+  IntF weighs(VecF away, const Beside& beside) const {
+    const VecF a = away * scale_;
+    if constexpr (C::value_from_odds) return a < 18;
+    return a * (0.5f * (beside.up[0] - beside.down[0]) * scale_) < 18;
   }
 
-  // Moves t of rows in a gap to where the tails of both ends weigh the same. A normal tail is its density,
-  // times a ratio that hardly changes with t.
+  // A normal tail beyond z over the density there, from kWide on.
+  static KHOT_INLINE VecF ratio(VecF z) {
+    const VecF per = 1 / z, u = per * per;
+    return per * (1 - u * (1 - 3 * u * (1 - 5 * u * (1 - 7 * u))));
+  }
+
+  // Moves t of rows in a gap to where the tails of both ends weigh the same: exponentials, or normal
+  // densities times a ratio that hardly changes with t.
   KHOT_APART void weigh_ends(IntF wide, const Beside& beside) {
     constexpr bool bends = !C::value_from_odds;
     const VecF up = beside.up[0], down = beside.down[0], half = 0.5f * (up - down) * scale_;
     // it is so steep there that t may need more digits than a pair of floats has
     if (bends) good &= ~wide | (half * scale_ * (abs<float>(up) + abs<float>(down)) < 0x1p34f);
     const IntF many =
-        ((beside.up[kWindow - 1] - up) * scale_ < 18) | ((down - beside.down[kWindow - 1]) * scale_ < 18);
+        weighs(beside.up[kWindow - 1] - up, beside) | weighs(down - beside.down[kWindow - 1], beside);
     VecF moved{};
-    for (int trial = 0; trial < (bends ? 3 : 1); ++trial) {
+    for (int trial = 0; trial < (bends ? 2 : 1); ++trial) {
       const VecF to_up = half - moved, to_down = half + moved;
       VecF A{}, B{};
       const auto add = [&](VecF x) {
         const IntF above = x >= up;
         const VecF a = (above ? x - up : down - x) * scale_, end = above ? to_up : to_down;
-        const VecF fallen = bends ? (end + 0.5f * a) * a : a;
-        const VecF weight = exp2_held(fallen * static_cast<float>(-kLog2E)) * ratio(end + a);
+        VecF weight = exp2_held((bends ? (end + 0.5f * a) * a : a) * static_cast<float>(-kLog2E));
+        if constexpr (bends) weight *= ratio(end + a);
         A += above ? weight : VecF{}, B += above ? VecF{} : weight;
       };
       if (any(good & wide & many)) {
@@ -201,7 +208,8 @@ class SharpCounts : public SharpLanes<C, CountTile> {
       } else {
         for (int i = 0; i < kWindow; ++i) add(beside.up[i]), add(beside.down[i]);
       }
-      moved = log<float>(B / A) / (bends ? 2 * half : splat(2.0f));
+      moved +=
+          bends ? (log<float>(B / A) - 2 * half * moved) / (2 * (half + 1 / half)) : 0.5f * log<float>(B / A);
     }
     Passes::move(good & wide ? moved : VecF{});
   }
