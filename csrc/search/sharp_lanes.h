@@ -76,7 +76,7 @@ class SharpLanes : public LanePasses<C, Tile> {
     VecF h = is_near ? refined(is_near ? near : VecF{}, sums) : far;
     const VecF size = abs<float>(far);
     IntF settled = (s.extra == 0) & (missed_after(P, Q, size, ~IntF{}) < 2e-7f);
-    if constexpr (!C::value_from_odds) settled &= size < 1e-4f;
+    if (!C::value_from_odds || exact_) settled &= size < 1e-4f;
     if constexpr (std::is_same_v<C, Laplace>) {  // whose logarithm is straight between entries
       const VecF to_last = (hi_ - last_) + (lo_ + far * tau_), to_next = (hi_ - next_) + (lo_ + far * tau_);
       settled |= (s.extra == 0) & (to_last < 0) & (to_next > 0);
@@ -89,6 +89,7 @@ class SharpLanes : public LanePasses<C, Tile> {
   // The rows that need a further pass after a step that suffices if it is no longer than the last.
   IntF unsettled(VecF size, float last) const { return ((size > last) | far_) & ~settled_; }
 
+  bool exact_ = false;      // whether t is wanted, and not only y
   IntF settled_{}, far_{};  // rows that need no further pass, and those that need one, whatever their step is
   VecF last_{}, next_{};    // the last entry that is chosen, and the next
 };

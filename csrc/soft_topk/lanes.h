@@ -13,7 +13,7 @@ namespace khot::KHOT_ISA {
 template <class C>
 class LaneSolver : public SharpCounts<C> {
   using Passes = SharpCounts<C>;
-  using Passes::is_found_, Passes::is_sorted_, Passes::k_all_, Passes::sums_tails_;
+  using Passes::exact_, Passes::is_found_, Passes::is_sorted_, Passes::k_all_, Passes::sums_tails_;
   using Passes::n_, Passes::from_, Passes::to_, Passes::goal_, Passes::goal_low_, Passes::one_, Passes::tau_;
   using Passes::scale_, Passes::hi_, Passes::lo_, Passes::x_, Passes::y_, Passes::rows_, Passes::F_;
 
@@ -27,7 +27,9 @@ class LaneSolver : public SharpCounts<C> {
       : Passes(spec, F),
         output_(spec.output),
         last_(static_cast<float>(spec.output == Output::kLog ? OrdinarySolver<C>::kLastUnchecked
-                                                             : C::last_step)) {}
+                                                             : C::last_step)) {
+    exact_ = output_ == Output::kLog;
+  }
 
   // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
   // ordinary.
@@ -35,13 +37,12 @@ class LaneSolver : public SharpCounts<C> {
     gather(rows, first);
     guess(goal);
     const IntF wanted = good;
-    if (is_found_) return write_found(rows, first, ordinary);
-    Found<LaneSolver> found = find(*this);
-    if (const IntF lost = wanted & ~good; output_ == Output::kValue && !is_sorted_ && any(lost)) {
+    Found<LaneSolver> found{};
+    if (!is_found_) found = find(*this);
+    if (const IntF lost = wanted & ~good; may_be_sharp() && !is_sorted_ && any(lost)) {
       good = wanted;
       start_between(lost);
-      if (is_found_) return write_found(rows, first, ordinary);
-      found = find(*this);
+      if (!is_found_) found = find(*this);
     }
     if (output_ == Output::kThreshold) {  // what is wanted is threshold()
       for (int j = 0; j < width; ++j) ordinary[j] = good[j] != 0;
@@ -52,7 +53,9 @@ class LaneSolver : public SharpCounts<C> {
       return scatter(rows, first, ordinary);
     }
     VecF miss;
-    if constexpr (C::full_support) {
+    if (is_found_) {
+      miss = Passes::write_found();
+    } else if constexpr (C::full_support) {
       miss = Passes::finish(found.moved);
     } else {
       take_middle(found.sums.S1);
@@ -91,10 +94,8 @@ class LaneSolver : public SharpCounts<C> {
     }
   }
 
-  void write_found(const ForwardRows& rows, int64_t first, bool* ordinary) {
-    give_back_unless_reached(Passes::write_found());
-    scatter(rows, first, ordinary);
-  }
+  // Whether y is wanted, or log y, for which t has to be right itself.
+  bool may_be_sharp() const { return output_ != Output::kThreshold; }
 
   // A row whose y does not have the sum that is asked for is given back.
   void give_back_unless_reached(VecF miss) {
@@ -167,7 +168,7 @@ class LaneSolver : public SharpCounts<C> {
     usual_ = few_ / deviation;
     if constexpr (!C::full_support) held_.start(usual_);
     Passes::forget();
-    if (output_ != Output::kValue) return;
+    if (!may_be_sharp()) return;
     // The sum of f is about few/deviation. Where it is small beside k, one of y has not the digits that
     // matter.
     if constexpr (C::value_from_odds) sums_tails_ = any(good & (few_ * 12 < k_));

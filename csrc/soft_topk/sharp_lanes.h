@@ -29,8 +29,8 @@ class SharpCounts : public SharpLanes<C, CountTile> {
   using typename Passes::Sums;
 
  protected:
+  using Passes::exact_, Passes::kNothing, Passes::last_, Passes::missed_after, Passes::z_of;
   using Passes::F_, Passes::goal_, Passes::goal_low_, Passes::hi_, Passes::lo_, Passes::n_, Passes::one_;
-  using Passes::kNothing, Passes::last_, Passes::missed_after, Passes::z_of;
   using Passes::rows_, Passes::scale_, Passes::sums_tails_, Passes::to_, Passes::x_, Passes::y_;
   using typename Passes::Tail;
 
@@ -159,9 +159,9 @@ class SharpCounts : public SharpLanes<C, CountTile> {
       VecF h = known ? log<float>(safe_P / safe_Q) / (f_Q / safe_Q + f_P / safe_P) : VecF{};
       h = abs<float>(h) < 8 ? h : VecF{};
       moved += h;
-      // a normal tail bends, and t has to be right beside it however small it is
-      const IntF close =
-          C::value_from_odds ? missed_after(P, Q, abs<float>(h), beside.left == 0) < 1e-7f : IntF{};
+      // where a normal tail bends, or log y is wanted, t has to be right beside tails however small they are
+      const bool loose = C::value_from_odds && !exact_;
+      const IntF close = loose ? missed_after(P, Q, abs<float>(h), beside.left == 0) < 1e-7f : IntF{};
       settled |= known & (close | (abs<float>(h) < 1e-4f));
       if (!any(~settled)) break;
       if (!to_the_end && !any(~settled & (abs<float>(h) > 0.2f))) break;

@@ -37,14 +37,14 @@ std::vector<float> scores(Kind kind, int64_t count) {
 }
 
 template <class C>
-int64_t given_back(const C& F, const std::vector<float>& x, int n, double k, double tau) {
+int64_t given_back(const C& F, Output output, const std::vector<float>& x, int n, double k, double tau) {
   const int64_t count = static_cast<int64_t>(x.size()) / n;
   std::vector<float> y(x.size());
   std::vector<double> hi(count), lo(count);
   const Results results{reinterpret_cast<char*>(y.data()), n * static_cast<int64_t>(sizeof(float))};
   const SelectionRows<Floats, Listed, Listed> rows({x, n}, {nullptr, k}, {nullptr, tau}, results, hi.data(),
                                                    lo.data());
-  const Spec spec{Cdf::kLogistic, 0, Output::kValue, n, nullptr};  // lanes ask F, not which CDF it is
+  const Spec spec{Cdf::kLogistic, 0, output, n, nullptr};  // lanes ask F, not which CDF it is
   LaneSolver<C> solver(spec, F);
   Goal goal;
   int64_t left = 0;
@@ -57,7 +57,7 @@ int64_t given_back(const C& F, const std::vector<float>& x, int n, double k, dou
 }
 
 template <class C>
-void count(const char* name, const C& F) {
+void count(const char* name, const C& F, Output output = Output::kValue) {
   int64_t left = 0, all = 0;
   double most = 0;
   for (const Kind kind : {kNormal, kHeavy, kHalves}) {
@@ -67,7 +67,7 @@ void count(const char* name, const C& F) {
       for (const double k : {1.0, 1.5, 2.0, 8.0, n / 2.0, n - 1.0}) {
         for (const double tau : {3.0, 1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.08, 0.05, 0.03, 0.01, 0.001}) {
           if (k >= n) continue;
-          const int64_t own = given_back(F, x, n, k, tau);
+          const int64_t own = given_back(F, output, x, n, k, tau);
           left += own, all += rows;
           most = std::max(most, static_cast<double>(own) / rows);
         }
@@ -85,6 +85,8 @@ int main() {
   count("logistic", Logistic());
   count("normal", Normal());
   count("laplace", Laplace());
+  count("log, logistic", Logistic(), khot::Output::kLog);
+  count("log, laplace", Laplace(), khot::Output::kLog);
   count("uniform", Uniform(2));
   count("power 1.5", Power(1.5));
   count("power 4/3", Power(4.0 / 3));
