@@ -157,8 +157,10 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
             "k learned": (khot.soft_topk, softmax, x, torch.tensor(float(k))),
             "tau learned": (lambda x, tau: soft(x, tau=tau), softmax, x, torch.tensor(1.0)),
             "log_soft_topk": (partial(khot.log_soft_topk, k=k), softmax, x),
+            "log_soft_topk, tau = 0.03": (partial(khot.log_soft_topk, k=k, tau=0.03), softmax, x),
             "bfloat16, over its softmax": (soft, softmax, x.bfloat16()),
             "float64, over its softmax": (soft, softmax, x.double()),
+            "float64, tau = 0.03, over its softmax": (partial(soft, tau=0.03), softmax, x.double()),
             "float64, normal, over its softmax": (partial(soft, cdf="normal"), softmax, x.double()),
             "dim=0, over its softmax": (
                 partial(soft, dim=0),
