@@ -351,12 +351,12 @@ struct Normal : FullSupport<Normal> {
   }
 };
 
-// 1/tau; rounded up under compact support, where a distance of tau or more has to be 1 or more in tau, so that
+// 1/tau; not rounded down under compact support, where a distance of tau has to be 1 or more in tau, so that
 // the entries at the ends of a gap are decided.
 template <class R>
 R inverse_of(double tau, bool full_support) {
   const R scale = static_cast<R>(1 / tau);
-  return full_support ? scale : std::nextafter(scale, std::numeric_limits<R>::infinity());
+  return full_support || scale * tau >= 1 ? scale : std::nextafter(scale, std::numeric_limits<R>::infinity());
 }
 
 // F(z) = clip(z, 0, 1)^e, e = 1/(p - 1).

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import grad
 
 import khot
 import processes
@@ -351,3 +353,31 @@ def test_the_ends_of_gaps(dtype: torch.dtype, by: str, cdf: Any) -> None:
         if by != "count":
             want = -price.unsqueeze(-1) * e.y[e.exists]
             torch.testing.assert_close(got[3], want, rtol=1e-5 + torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("n", [8, 64, 255])
+def test_one_far_above_the_others(cdf: str, n: int) -> None:
+    """Wide gaps in rows of little spread, beside ordinary rows: t is where both ends weigh the same, though
+    the tails there are next to nothing."""
+    x = 0.33 * torch.randn(64, n, generator=torch.Generator().manual_seed(n))
+    x[::2] = -torch.linspace(20, 170, 32)[:, None]
+    x[::2, 0] = 0
+    k = torch.ones(64, dtype=torch.float64, requires_grad=True)
+    for call in (
+        partial(khot.soft_topk, k=k, cdf=cdf),
+        partial(khot.soft_budget, cost=torch.ones(n), budget=k, cdf=cdf),
+    ):
+        got, want = (grad(call(row)[:, 0].sum(), k)[0] for row in (x, x.double()))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+def test_k_hardly_below_a_whole_number() -> None:
+    """Such a row is in no gap: one entry is undecided, however little it lacks."""
+    k = torch.nextafter(torch.tensor([3.0]), torch.tensor([0.0])).requires_grad_()
+    for cdf in ("uniform", cdfs.Power(1.5)):
+        x = torch.tensor([[3.0, 1.5, 1.5, -1.0]], requires_grad=True)
+        y = khot.soft_topk(x, k, cdf=cdf) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        dx, dk = grad(y.sum(), (x, k))
+        assert dk.item() == pytest.approx(2.5)
+        torch.testing.assert_close(dx[0], (0.5 if cdf == "uniform" else 1.0) * torch.tensor([0.0, -1, 1, 0]))

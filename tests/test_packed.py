@@ -849,3 +849,11 @@ def test_several_jagged_tensors_in_a_graph() -> None:
         assert_close(*(torch.autograd.grad(y, x, retain_graph=True) for y in (found, expected)))
     with pytest.raises(ValueError, match="relevance must have rows of the lengths of scores's"):
         compiled(jagged(x, offsets), jagged(relevance, _offsets([4, 4])))
+
+
+def test_results_of_rows_of_one_length_are_their_own() -> None:
+    """They are found as those of a matrix, and are no view of it."""
+    x, offsets = torch.randn(24, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 8, 16, 24])
+    want = khot.soft_topk(x.view(3, 8), 2).flatten()
+    torch.testing.assert_close(khot.soft_topk(x, 2, offsets=offsets).detach_(), want)
+    torch.testing.assert_close(khot.soft_topk(x.requires_grad_(), 2, offsets=offsets).detach_(), want)

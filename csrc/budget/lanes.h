@@ -140,8 +140,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
       const VecF k = goal_ * (static_cast<float>(n_) / total_), left = static_cast<float>(n_) - k;
       const VecF few = k < left ? k : left, total = noise + variance;
       const IntF sharp = Passes::sharp(good, few, total);
-      Passes::sums_tails_ = any(sharp);
-      if (any(sharp & (total > Passes::kSpread))) Passes::start_between(sharp);
+      if (any(sharp)) Passes::start_between(sharp);
     }
   }
 

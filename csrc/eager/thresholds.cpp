@@ -3,6 +3,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
@@ -453,7 +454,7 @@ PyObject* on_cpu(PyObject* const* args, bool hard) {
       if (!is_of_rows(number, matrix.size(0))) Py_RETURN_NONE;
     }
     if (mask.defined()) {
-      if (mask.sizes() != x->sizes()) Py_RETURN_NONE;
+      if (!plain_tensor(mask) || mask.sizes() != x->sizes()) Py_RETURN_NONE;
       mask = mask.view(matrix.sizes());
     }
     x = &matrix;
@@ -473,7 +474,7 @@ PyObject* on_cpu(PyObject* const* args, bool hard) {
   problem.mask = mask;
   Tensor y = solve(*x, problem);
   if (!y.defined()) Py_RETURN_NONE;
-  if (matrix.defined()) y = y.view({-1});
+  if (matrix.defined()) y = at::_unsafe_view(y, {-1});
   return THPVariable_Wrap(std::move(y));
 }
 

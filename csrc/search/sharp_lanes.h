@@ -33,13 +33,16 @@ class SharpLanes : public LanePasses<C, Tile> {
     const IntF found = good & ((total > least) | (few * few < 0.02f * total));
     return any(found) ? found | (good & (total > 0.25f * least)) : found;
   }
-  // Of sharp rows, those that start well from the moments.
-  static constexpr float kSpread = C::full_support ? 0.3f * kSharp : 0;
-  static constexpr float kNothing = 1e-35f;  // below, tails are not told from each other
+  // Up to here the moments are a start for sharp rows, whose steps lead out of no gap that is so wide that
+  // its tails are nothing; of normal tails there is too little for that.
+  static constexpr float kSpread = C::value_from_odds ? 0.3f * kSharp : 0;
+  // Below, tails are not told from each other. Where entries are counted, the ends of a gap say where t is
+  // then.
+  static constexpr float kNothing = Tile::Terms::weighted ? 1e-35f : C::value_from_odds ? 1e-27f : 1e-20f;
 
   using Passes::Passes;
 
-  void forget() { sums_tails_ = false, settled_ = far_ = IntF{}; }
+  void forget() { sums_tails_ = false, settled_ = far_ = IntF{}, last_ = next_ = VecF{}; }
 
   KHOT_INLINE VecF z_of(VecF x) const { return (x - hi_) * scale_ - lo_ * scale_; }
 

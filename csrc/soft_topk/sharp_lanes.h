@@ -118,7 +118,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     const bool all_covered = !any(~covered);
     if (!all_covered) size = 4;  // passes will follow
     const auto in_gap = [&](float z) { return (beside.left == 0) & (first_up > z) & (first_down > z); };
-    const IntF hard = in_gap(kDeep<C>), wide = in_gap(kWide);
+    const IntF hard = in_gap(kDeep<C>), wide = in_gap(kWide) & sharp;
     const IntF settled = step_beside(sharp, beside, wide | ~good, size, all_covered);
     is_found_ = !any(~(covered & settled)) && !any(good & ~sharp);
     is_hard_ = is_found_ && !any(good & ~hard);
