@@ -80,7 +80,8 @@ def test_quantiles(cdf: Any) -> None:
     median = khot.soft_median(ROWS, tau=0.7, cdf=cdf, mask=MASK)
     for i, row in enumerate(kept()):
         torch.testing.assert_close(got[:, i], khot.soft_quantile(row, q, tau=0.7, cdf=cdf), rtol=0, atol=1e-9)
-        assert torch.equal(median[i], got[2, i])
+        # as many rows as a vector has lanes are solved together, which rounds otherwise
+        torch.testing.assert_close(median[i], got[2, i], rtol=0, atol=1e-14)
     assert khot.soft_median(ROWS, tau=0.7, cdf=cdf, mask=torch.tensor(False)).isnan().all()
 
 
