@@ -29,7 +29,7 @@ struct RowSums {
   // a (F - 1); or m is 0.
   double m = 0, C = 0;
   double S1 = 0, S2 = 0, S3 = 0, S4 = 0, S5 = 0;  // the sums of a u f and of its derivatives along t
-  double away = 0;  // under compact support, the sum of a u min(F, 1 - F)
+  double away = 0;                                // under compact support, the sum of a u min(F, 1 - F)
   void operator+=(const RowSums& o) {
     m += o.m, C += o.C, S1 += o.S1, S2 += o.S2, S3 += o.S3, S4 += o.S4, S5 += o.S5, away += o.away;
   }

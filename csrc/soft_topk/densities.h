@@ -26,10 +26,10 @@ struct Steepest {
 // asked only where all f, and what the products f v add up to, are small.
 inline bool loses_products(double mass, double fv, const Row& grad, int64_t n, const Parallel* inside) {
   if (mass > 1e-6 || std::fabs(fv) > 1e-30) return false;
-  const float most = reduce<float, Steepest>(grad, n, inside, [](Steepest& s, const float* p, int count,
-                                                                int64_t) {
-                       for (int i = 0; i < count; ++i) s.v = std::max(s.v, std::fabs(p[i]));
-                     }).v;
+  const float most =
+      reduce<float, Steepest>(grad, n, inside, [](Steepest& s, const float* p, int count, int64_t) {
+        for (int i = 0; i < count; ++i) s.v = std::max(s.v, std::fabs(p[i]));
+      }).v;
   return most > 0 && most < 1e-16f;
 }
 
