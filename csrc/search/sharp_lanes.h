@@ -33,8 +33,8 @@ class SharpLanes : public LanePasses<C, Tile> {
     const IntF found = good & ((total > least) | (few * few < 0.02f * total));
     return any(found) ? found | (good & (total > 0.25f * least)) : found;
   }
-  // Up to here the moments are a start for sharp rows, whose steps lead out of no gap that is so wide that
-  // its tails are nothing; of normal tails there is too little for that.
+  // Sharp rows of no more variance start from the moments. With more, a step may end in a gap so wide that
+  // its tails are nothing, and lead no further; under the normal CDF it may with any.
   static constexpr float kSpread = C::value_from_odds ? 0.3f * kSharp : 0;
   // Below, tails are not told from each other. Where entries are counted, the ends of a gap say where t is
   // then.
@@ -79,7 +79,7 @@ class SharpLanes : public LanePasses<C, Tile> {
     VecF h = is_near ? refined(is_near ? near : VecF{}, sums) : far;
     const VecF size = abs<float>(far);
     IntF settled = (s.extra == 0) & (missed_after(P, Q, size, ~IntF{}) < 2e-7f);
-    if (!C::value_from_odds || exact_) settled &= size < 1e-4f;
+    if (!C::value_from_odds || wants_t_) settled &= size < 1e-4f;
     if constexpr (std::is_same_v<C, Laplace>) {  // whose logarithm is straight between entries
       const VecF to_last = (hi_ - last_) + (lo_ + far * tau_), to_next = (hi_ - next_) + (lo_ + far * tau_);
       settled |= (s.extra == 0) & (to_last < 0) & (to_next > 0);
@@ -92,7 +92,7 @@ class SharpLanes : public LanePasses<C, Tile> {
   // The rows that need a further pass after a step that suffices if it is no longer than the last.
   IntF unsettled(VecF size, float last) const { return ((size > last) | far_) & ~settled_; }
 
-  bool exact_ = false;      // whether t is wanted, and not only y
+  bool wants_t_ = false;    // whether t itself has to be right, and not only y
   IntF settled_{}, far_{};  // rows that need no further pass, and those that need one, whatever their step is
   VecF last_{}, next_{};    // the last entry that is chosen, and the next
 };

@@ -13,9 +13,9 @@ namespace khot::KHOT_ISA {
 template <class C>
 class LaneSolver : public SharpCounts<C> {
   using Passes = SharpCounts<C>;
-  using Passes::exact_, Passes::is_found_, Passes::is_sorted_, Passes::k_all_, Passes::sums_tails_;
   using Passes::n_, Passes::from_, Passes::to_, Passes::goal_, Passes::goal_low_, Passes::one_, Passes::tau_;
   using Passes::scale_, Passes::hi_, Passes::lo_, Passes::x_, Passes::y_, Passes::rows_, Passes::F_;
+  using Passes::wants_t_, Passes::is_found_, Passes::is_sorted_, Passes::k_all_, Passes::sums_tails_;
 
  public:
   using Passes::good, Passes::width;
@@ -28,7 +28,7 @@ class LaneSolver : public SharpCounts<C> {
         output_(spec.output),
         last_(static_cast<float>(spec.output == Output::kLog ? OrdinarySolver<C>::kLastUnchecked
                                                              : C::last_step)) {
-    exact_ = output_ == Output::kLog;
+    wants_t_ = output_ == Output::kLog;
   }
 
   // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was

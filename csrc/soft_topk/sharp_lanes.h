@@ -29,9 +29,9 @@ class SharpCounts : public SharpLanes<C, CountTile> {
   using typename Passes::Sums;
 
  protected:
-  using Passes::exact_, Passes::kNothing, Passes::last_, Passes::missed_after, Passes::z_of;
   using Passes::F_, Passes::goal_, Passes::goal_low_, Passes::hi_, Passes::lo_, Passes::n_, Passes::one_;
   using Passes::rows_, Passes::scale_, Passes::sums_tails_, Passes::to_, Passes::x_, Passes::y_;
+  using Passes::wants_t_, Passes::kNothing, Passes::last_, Passes::missed_after, Passes::z_of;
   using typename Passes::Tail;
 
   using Passes::Passes;
@@ -160,7 +160,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
       h = abs<float>(h) < 8 ? h : VecF{};
       moved += h;
       // where a normal tail bends, or log y is wanted, t has to be right beside tails however small they are
-      const bool loose = C::value_from_odds && !exact_;
+      const bool loose = C::value_from_odds && !wants_t_;
       const IntF close = loose ? missed_after(P, Q, abs<float>(h), beside.left == 0) < 1e-7f : IntF{};
       settled |= known & (close | (abs<float>(h) < 1e-4f));
       if (!any(~settled)) break;
