@@ -41,24 +41,28 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
     }
     return backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
   }
+  // Rows whose entries are all decided.
+  auto decided = [&](Gradients gradients) {
+    if constexpr (C::full_support) {
+      return !threshold && grad_lo == 0 && std::fabs(t.hi) < 1e38 &&
+             DecidedRow<C>(spec, F, x, v, tau, t).write(grad_x, asked, grad_k, grad_tau);
+    }
+    if (gradients != Gradients::kFlat || grad_lo != 0) return false;
+    if (asked) grad_k = gap_gradient(spec, gap_around(spec, x, v, t).sums);
+    clear(grad_x, x.dtype, spec.n);
+    return true;
+  };
   if (fast) {
     if constexpr (C::density_from_value) {
       if (!threshold && y.data != nullptr && done(ValueDensity<C>(F, t, tau), y)) return;
     }
     const Gradients gradients = ordinary(ScoreDensity<float, C>(F, t, tau), x);
-    if (gradients == Gradients::kWritten) return;
-    if (!C::full_support && gradients == Gradients::kFlat && grad_lo == 0) {
-      grad_k = gap_gradient(spec, gap_around(spec, x, v, t).sums);
-      return fill_constant<float>(spec, grad_x, x.dtype, x, 0, 0, 0);
-    }
+    if (gradients == Gradients::kWritten || decided(gradients)) return;
   }
-  if constexpr (C::full_support) {
-    if (fast && !threshold && grad_lo == 0 && std::fabs(t.hi) < 1e38 &&
-        DecidedRow<C>(spec, F, x, v, tau, t).write(grad_x, asked, grad_k, grad_tau)) {
-      return;
-    }
+  if (in_double) {
+    const Gradients gradients = ordinary(ScoreDensity<double, C>(F, t, tau), x);
+    if (gradients == Gradients::kWritten || (!fast && decided(gradients))) return;
   }
-  if (in_double && done(ScoreDensity<double, C>(F, t, tau), x)) return;
   backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }
 

@@ -34,9 +34,9 @@ inline Gap gap_around(const Spec& spec, const Row& x, const Row& grad, Threshold
       x, grad, spec.n, spec.inside, [=](EdgeSums& e, const double* p, const double* g, int count) {
         VecD up_count{}, up{}, down_count{}, down{};
         vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
-          const VecD offset = x - t.hi, v = beside(g, i, lanes);
-          const IntD finite = abs<double>(offset) < kInfinity;
-          const IntD above = finite & (offset == edges.up), below = finite & (offset == edges.down);
+          const VecD v = beside(g, i, lanes);
+          const IntD finite = abs<double>(x) < kInfinity;
+          const IntD above = finite & (x == edges.up), below = finite & (x == edges.down);
           up_count += above ? splat(1.0) : VecD{}, up += above ? v : VecD{};
           down_count += below ? splat(1.0) : VecD{}, down += below ? v : VecD{};
         });
@@ -135,8 +135,7 @@ KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, con
     const VecD z = standardize(score), log_f = F.template log_density<R>(z), weight = exp<R>(log_f - base);
     const VecD result = cotangent(z, log_f, weight, v, base).u / tau + weight * spread;
     if constexpr (C::full_support) return result;
-    const VecD offset = score - t.hi;
-    return offset == up ? splat(at_up) : offset == down ? splat(at_down) : result;
+    return score == up ? splat(at_up) : score == down ? splat(at_down) : result;
   });
 }
 

@@ -1,5 +1,6 @@
 // The gradients of y in rows of which no entry is near t, so that all densities are small: with weights
-// relative to the largest of them. Where even that, divided by tau, is 0 in float, so are dL/dx and dL/dtau.
+// relative to the largest of them. Where even that, divided by tau, is 0 in the row's dtype, so are dL/dx and
+// dL/dtau.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@ template <class C>
 class DecidedRow {
  public:
   DecidedRow(const Spec& spec, const C& F, const Row& x, const Row& grad, double tau, Threshold t)
-      : spec_(spec), F_(F), x_(x), grad_(grad), tau_(tau), t_(t) {}
+      : spec_(spec), F_(F), x_(x), grad_(grad), tau_(tau), t_(t), in_double_(x.dtype == Dtype::kDouble) {}
 
   // Of the entry that is nearest to t, and of the largest incoming gradient, their sizes.
   struct Nearest {
@@ -42,22 +43,23 @@ class DecidedRow {
     const Vec<R> least = distance - static_cast<R>(1e-6) * (distance + abs<R>(hi));
     return (least > 0) & (F.template log_density<R>(least / tau) <= -40);
   }
-  // Whether f (z + 1)^2/tau times a gradient is 0 in float.
+  // Whether f (z + 1)^2/tau times a gradient is less than e^end.
   template <class R>
-  static KHOT_INLINE Int<R> is_nothing(const C& F, Vec<R> distance, Vec<R> steepest, Vec<R> tau) {
+  static KHOT_INLINE Int<R> is_nothing(const C& F, Vec<R> distance, Vec<R> steepest, Vec<R> tau, R end) {
     const Vec<R> z = distance / tau, sizes = log<R>(steepest + static_cast<R>(1e-30)) - log<R>(tau);
     const Int<R> finite = steepest < kInf<R>;
-    return finite & (F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < -105);
+    return finite & (F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < end);
   }
+  static constexpr float kZero = -105;  // e to its power is 0 in float
 
-  // Whether float carries such gradients, and they are written. The numbers are left at 0 unless they are
-  // asked for.
+  // Whether the row's dtype carries such gradients, and they are written. The numbers are left at 0 unless
+  // they are asked for.
   KHOT_APART bool write(void* grad_x, bool asked, double& grad_k, double& grad_tau) const {
     grad_k = grad_tau = 0;
-    const Nearest about = nearest<float>();
+    const Nearest about = in_double_ ? nearest<double>() : nearest<float>();
     const VecD distance = splat(about.distance), steepest = splat(about.steepest), tau = splat(tau_);
     if (!is_decided<double>(F_, distance, splat(t_.hi), tau)[0]) return false;
-    const bool nothing = is_nothing<double>(F_, distance, steepest, tau)[0];
+    const bool nothing = is_nothing<double>(F_, distance, steepest, tau, in_double_ ? -750 : kZero)[0];
     if (asked || !nothing) return write_decided(about.distance, nothing, grad_x, grad_k, grad_tau);
     clear(grad_x, x_.dtype, spec_.n);
     return true;
@@ -69,7 +71,8 @@ class DecidedRow {
                                 double& grad_tau) const {
     const double least = nothing ? nearest<double>().distance : about;
     const double top = F_.template log_density<double>(splat(least / tau_))[0];
-    if (!nothing && top - std::log(tau_) <= -80) return false;  // near the end of float's exponent
+    // near the end of the exponent
+    if (!nothing && top - std::log(tau_) <= (in_double_ ? -690 : -80)) return false;
     const Sums s = sums(least);
     grad_k = s.wv / s.w;
     if (nothing) {
@@ -105,7 +108,7 @@ class DecidedRow {
     const double scale = 1 / tau_;
     const VecD more = (distance - least) * scale;
     const VecD a = C::value_from_odds ? more : more * (0.5 * (distance + least) * scale);
-    return a < 80 ? exp2_close(clamp_above<double>(a, 90) * -kLog2E) : VecD{};
+    return exp<double>(-a);
   }
 
   Sums sums(double least) const {
@@ -129,6 +132,7 @@ class DecidedRow {
   Row x_, grad_;
   double tau_;
   Threshold t_;
+  bool in_double_;
 };
 
 }  // namespace khot::KHOT_ISA

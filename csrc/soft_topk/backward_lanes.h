@@ -132,7 +132,7 @@ class LaneBackward {
     const VecF steepest = joined(largest, [](VecF a, VecF b) { return a > b ? a : b; });
     const bool asked = rows.keeps_numbers();
     const IntF decided = Decided::template is_decided<float>(F_, distance, hi, taus);
-    const IntF nothing = Decided::template is_nothing<float>(F_, distance, steepest, taus);
+    const IntF nothing = Decided::template is_nothing<float>(F_, distance, steepest, taus, Decided::kZero);
     int count = 0;
     for (int j = 0; j < width; ++j) {
       if (!decided[j]) continue;

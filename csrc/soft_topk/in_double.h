@@ -10,46 +10,26 @@
 
 namespace khot::KHOT_ISA {
 
-struct Edges {  // the nearest entry on each side of t, minus hi
-  double up = kInfinity, down = -kInfinity;
-  void operator+=(const Edges& o) { up = std::min(up, o.up), down = std::max(down, o.down); }
-};
-
-inline Edges edges_around(const Row& x, int64_t n, const Parallel* inside, Threshold t) {
-  return reduce<double, Edges>(x, n, inside, [=](Edges& e, const double* p, int count, int64_t) {
-    VecD up = splat(kInfinity), down = splat(-kInfinity);
-    vectors<double>(p, count, kNan, [&](VecD v, int, int) {
-      const VecD offset = v - t.hi;
-      up = (offset > t.lo) & (offset < up) ? offset : up;
-      down = (offset <= t.lo) & (offset > down) ? offset : down;
-    });
-    e += {-maximum<double>(-up), maximum<double>(down)};
-  });
-}
-
 template <class C>
 class DoubleRow {
  public:
   DoubleRow(const Spec& spec, const C& F, const Row& x, double k, double tau)
-      : spec_(spec), F_(F), x_(x), k_(k), few_(std::min(k, static_cast<double>(spec.n) - k)), tau_(tau) {}
+      : spec_(spec), F_(F), x_(x), k_(k), tau_(tau) {}
 
   // Returns whether t is now as near to the root as promised. Then out holds what is wanted.
   KHOT_APART bool finish(Threshold& t, void* out) const {
-    double* const y =
-        C::density_from_value && spec_.output == Output::kValue ? static_cast<double*>(out) : nullptr;
+    double* const y = C::full_support && spec_.output == Output::kValue ? static_cast<double*>(out) : nullptr;
     // log y under compact support needs the digits of z, which is small where k is
     if (!C::full_support && spec_.output == Output::kLog && k_ < 1e-6) return false;
     for (int pass = 0; pass < (C::full_support ? kPasses : kCompactPasses); ++pass) {
       const RootSums s = root_sums<false>(x_, spec_.n, tau_, F_, spec_.inside, t, y);
-      if (!C::full_support && s.f == 0 && s.tails == 0 && s.m == k_) return take_middle(t, out);
+      const bool decided = C::full_support ? s.f < kFaint : s.f == 0 && s.tails == 0;
+      if (decided && s.m == k_) return balance<C>(x_, spec_.n, spec_.inside, tau_, t) && write(t, out);
       const double h = miss(s) / s.f;
-      // Decided entries round the sums of tails, but not those under compact support.
-      if (!(std::fabs(h) < 0.1) || !(s.f > (C::full_support ? 1e-2 * std::max(few_, 1.0) : 1e-3)))
-        return false;
+      if (!(std::fabs(h) < 0.1) || !(s.f > (C::full_support ? kFaint : 1e-3))) return false;
       t.lo += h * tau_;
-      if constexpr (C::density_from_value) {
-        // After 1000 times this step the error in y is 1e-7, and it falls at least with its second power.
-        if (y != nullptr && std::fabs(h) < 1e-3 * C::last_step) return follow(h, t, y);
+      if constexpr (C::full_support) {
+        if (y != nullptr && std::fabs(h) < kShort) return follow(h, t, y);
       }
       // What is left is its square; but compact support has kinks.
       if (std::fabs(h) > (C::full_support ? 2e-8 : 1e-12)) continue;
@@ -60,6 +40,9 @@ class DoubleRow {
 
  private:
   static constexpr int kPasses = 4, kCompactPasses = 6;
+  // After so short a step y follows. After 1000 times as much the error in y is 1e-7, and it falls at least
+  // with its second power; but normal tails bend.
+  static constexpr double kShort = C::density_from_value ? 1e-3 * C::last_step : 3e-6;
 
   double miss(const RootSums& s) const { return (s.m - k_) + s.tails; }
 
@@ -68,31 +51,34 @@ class DoubleRow {
     return true;
   }
 
-  // In a gap of compact support the threshold is its middle.
-  bool take_middle(Threshold& t, void* out) const {
-    const Edges gap = edges_around(x_, spec_.n, spec_.inside, t);
-    if (!(gap.up - t.lo > 0.5 * tau_)) return false;  // an entry is undecided
-    t.lo = 0.5 * gap.up + 0.5 * gap.down - 0.5 * tau_;
-    return std::fabs(t.lo) < kInfinity && write(t, out);
-  }
-
-  // Moves y by a step of h, by the midpoint rule, and by what is left of it.
+  // Moves y by a step of h, which t has taken, by the midpoint rule, and by what is left of it.
   bool follow(double h, Threshold& t, double* y) const {
+    const Row source = C::density_from_value ? Row{y, Dtype::kDouble, 1} : x_;
+    const double scale = 1 / tau_;
     for (int pass = 0; pass < kPasses; ++pass) {
+      const double hi = t.hi, middle = t.lo - 0.5 * h * tau_;
       const RootSums s = reduce<double, RootSums>(
-          Row{y, Dtype::kDouble, 1}, spec_.n, spec_.inside,
-          [=](RootSums& sums, const double* p, int count, int64_t at) {
+          source, spec_.n, spec_.inside, [=, this](RootSums& sums, const double* p, int count, int64_t at) {
             VecD m{}, tails{}, f{};
-            vectors<double>(p, count, 0, [&](VecD before, int i, int lanes) {
-              const VecD middle = before - 0.5 * h * C::density_of(before);
-              const VecD now = before - h * C::density_of(middle), one = now > 0.5 ? splat(1.0) : VecD{};
-              m += one, tails += now - one, f += C::density_of(now);
+            vectors<double>(p, count, C::density_from_value ? 0 : -kInfinity, [&](VecD v, int i, int lanes) {
+              VecD now;
+              if constexpr (C::density_from_value) {
+                now = v - h * C::density_of(v - 0.5 * h * C::density_of(v));
+                f += C::density_of(now);
+              } else {
+                const VecD density =
+                    exp_minus<double>(-F_.template log_density<double>(((v - hi) - middle) * scale));
+                now = beside(y + at, i, lanes) - h * density;
+                f += density;
+              }
+              const VecD one = now > 0.5 ? splat(1.0) : VecD{};
+              m += one, tails += now - one;
               store_beside(y + at, i, lanes, now);
             });
             sums.m += sum<double>(m), sums.tails += sum<double>(tails), sums.f += sum<double>(f);
           });
       // As near as rounding lets it be: designs take probabilities whose sum is an integer to a few digits.
-      if (std::fabs(miss(s)) <= 0x1p-50 * std::max(few_, 1.0) + static_cast<double>(spec_.n) * 0x1p-54)
+      if (std::fabs(miss(s)) <= 0x1p-50 * std::max(s.f, 1.0) + static_cast<double>(spec_.n) * 0x1p-54)
         return true;
       h = miss(s) / s.f;
       t.lo += h * tau_;
@@ -103,7 +89,7 @@ class DoubleRow {
   const Spec& spec_;
   const C& F_;
   Row x_;
-  double k_, few_, tau_;
+  double k_, tau_;
 };
 
 // Whether float may look for the threshold of such rows.

@@ -28,7 +28,7 @@ class LaneSolver : public SharpCounts<C> {
         output_(spec.output),
         last_(static_cast<float>(spec.output == Output::kLog ? OrdinarySolver<C>::kLastUnchecked
                                                              : C::last_step)) {
-    wants_t_ = output_ == Output::kLog;
+    wants_t_ = output_ != Output::kValue;
   }
 
   // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
@@ -39,7 +39,7 @@ class LaneSolver : public SharpCounts<C> {
     const IntF wanted = good;
     Found<LaneSolver> found{};
     if (!is_found_) found = find(*this);
-    if (const IntF lost = wanted & ~good; may_be_sharp() && !is_sorted_ && any(lost)) {
+    if (const IntF lost = wanted & ~good; !is_sorted_ && any(lost)) {
       good = wanted;
       start_between(lost);
       if (!is_found_) found = find(*this);
@@ -67,7 +67,7 @@ class LaneSolver : public SharpCounts<C> {
 
   // The threshold of row first + j, where that was ordinary.
   Threshold threshold(int j) const { return {hi_[j], lo_[j]}; }
-  // The sum of f there.
+  // The sum of f there, or 0 where it was not asked for.
   double slope(int j) const { return slope_[j]; }
 
   // The step in t/tau. Rows that are not ordinary are no longer good and do not move.
@@ -93,9 +93,6 @@ class LaneSolver : public SharpCounts<C> {
       });
     }
   }
-
-  // Whether y is wanted, or log y, for which t has to be right itself.
-  bool may_be_sharp() const { return output_ != Output::kThreshold; }
 
   // A row whose y does not have the sum that is asked for is given back.
   void give_back_unless_reached(VecF miss) {
@@ -164,11 +161,10 @@ class LaneSolver : public SharpCounts<C> {
     const auto [own, normal] = quantiles(goal);
     const VecF quantile = normal + (own - normal) * (noise / total);
     hi_ = origin + (off - tau_ * (static_cast<float>(F_.mean) + quantile * deviation));
-    lo_ = VecF{};
+    lo_ = slope_ = VecF{};
     usual_ = few_ / deviation;
     if constexpr (!C::full_support) held_.start(usual_);
     Passes::forget();
-    if (!may_be_sharp()) return;
     // The sum of f is about few/deviation. Where it is small beside k, one of y has not the digits that
     // matter.
     if constexpr (C::value_from_odds) sums_tails_ = any(good & (few_ * 12 < k_));
@@ -178,6 +174,7 @@ class LaneSolver : public SharpCounts<C> {
   }
 
   void start_between(IntF sharp) {
+    slope_ = VecF{};
     Passes::start_between(sharp);
     if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : usual_);
   }

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "search/guess.h"
+#include "soft_topk/gap.h"
 
 namespace khot::KHOT_ISA {
 
@@ -80,6 +81,7 @@ bool polish(const Row& x, int64_t n, double tau, const C& F, const Parallel* ins
   }
   for (int pass = 0; pass < 3; ++pass) {
     const RootSums s = root_sums<true>(x, n, tau, F, inside, t);
+    if (s.f < kFaint) return s.m == k && balance<C>(x, n, inside, tau, t);
     const double h = ((s.m - k) + s.tails) / s.f;
     if (!(std::fabs(h) < 0.1)) return false;
     t.lo += h * tau;

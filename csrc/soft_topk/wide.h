@@ -9,6 +9,7 @@
 #include "selection/kth_largest.h"
 #include "selection/rank_by_counts.h"
 #include "soft_topk/careful.h"
+#include "soft_topk/gap.h"
 #include "soft_topk/ordinary.h"
 
 namespace khot::KHOT_ISA {
@@ -51,12 +52,6 @@ KHOT_APART Remainder reduced(const Order& order, const Row& row, int64_t n, doub
   return {{scratch, row.dtype, 1}, size, k - static_cast<double>(above), few, cut.middle(), cut};
 }
 
-// Of the entries on both sides of a gap, how many these are like at its ends.
-struct Weights {
-  double above = 0, below = 0;
-  void operator+=(const Weights& o) { above += o.above, below += o.below; }
-};
-
 template <class C>
 class WideSolver {
  public:
@@ -84,7 +79,7 @@ class WideSolver {
     const bool all = rest.n == n_;
     bool decided = false;
     if constexpr (C::value_from_odds) decided = rest.density * tau_ * C::decided_ratio < k;
-    if (weigh_ends(rest, t)) return t_alone || whole.write_whole(rest.cut.last, k, rest.few, out);
+    if (balance(rest, t)) return t_alone || whole.write_whole(rest.cut.last, k, rest.few, out);
     bool found = false;
     if (std::fabs(guess) < kSingle * tau_) {
       if (all && whole.refine(guess, k, rest.few, t, t_alone ? nullptr : out, decided)) return true;
@@ -101,28 +96,19 @@ class WideSolver {
   }
 
  private:
-  // t in a gap so wide that all y are 0 or 1, where the tails of both ends weigh the same. Not where more
-  // than one entry lies at an end, if tails are no exponentials.
-  bool weigh_ends(const Remainder& rest, Threshold& t) const {
-    const double tau = tau_, half = 0.5 * (rest.cut.last - rest.cut.next) / tau;
-    if (!C::full_support || row_.dtype == Dtype::kDouble || !(half > kDeep<C>)) return false;
-    const Weights ends = reduce<float, Weights>(
-        rest.row, rest.n, nullptr, [=, cut = rest.cut](Weights& s, const float* p, int count, int64_t) {
-          for (int i = 0; i < count; ++i) {
-            const bool above = p[i] >= cut.last;
-            const double a = (above ? p[i] - cut.last : cut.next - p[i]) / tau;
-            (above ? s.above : s.below) += std::exp(C::value_from_odds ? -a : -(half + 0.5 * a) * a);
-          }
-        });
-    if (!C::value_from_odds && ends.above + ends.below > 2.0001) return false;
-    const double sum = rest.cut.last + rest.cut.next, part = sum - rest.cut.last;
-    const double lost = (rest.cut.last - (sum - part)) + (rest.cut.next - part);
-    const double slope = C::value_from_odds ? 2 : 2 * half;
-    t = {0.5 * sum, 0.5 * lost + tau * std::log(ends.below / ends.above) / slope};
-    return true;
+  // t in a gap so wide that all y are 0 or 1.
+  bool balance(const Remainder& rest, Threshold& t) const {
+    if constexpr (C::full_support) {
+      const auto [last, next] = rest.cut;
+      if (!(last - next > 2 * kDeep<C> * tau_)) return false;
+      const double sum = last + next, part = sum - last, lost = (last - (sum - part)) + (next - part);
+      t = {0.5 * sum, 0.5 * lost + tau_ * off_middle<C>(rest.row, rest.n, nullptr, last, next, tau_)};
+      return true;
+    }
+    return false;
   }
 
-  // The same where a few counts lead to the entries; not for infinite scores, nor near the ends.
+  // What is left where a few counts lead to the entries; not for infinite scores, nor near the ends.
   bool reduced_by_counts(double k, double reach, void* scratch, Remainder& rest) const {
     const double n = static_cast<double>(n_);
     const bool suits = row_.dtype == Dtype::kFloat && row_.step == 1 && n_ >= 64 && n_ <= 1 << 15;

@@ -34,7 +34,7 @@ KINDS = (
     "bad row",
     "offset",
 )
-DTYPES = (torch.float32, torch.float32, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def logs(cdf: Any, z: Array) -> tuple[Array, Array, Array]:
@@ -241,8 +241,10 @@ def faults(case: Case) -> list[str]:
     rows = torch.from_numpy(np.flatnonzero(good))
     x, k, tau, v = (each[rows].double().numpy() for each in (case.x, case.k, case.tau, case.v))
     wanted = answer(x, k, tau, case.cdf, v) if len(rows) else None
-    eps = {torch.float32: 0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[case.x.dtype]
-    tiny = {torch.float32: 1e-37, torch.float16: 1e-7, torch.bfloat16: 1e-37}[case.x.dtype]
+    eps = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(case.x.dtype, 0)
+    tiny = 1e-7 if case.x.dtype == torch.float16 else 1e-37
+    # of what float32 is allowed
+    part = 1e-6 if case.x.dtype == torch.float64 else 1
     # gradients beyond float16 overflow
     most = torch.finfo(case.x.dtype).max
 
@@ -262,8 +264,8 @@ def faults(case: Case) -> list[str]:
             continue
         y, dx, *rest = (each[rows].double().numpy() for each in outs)
         few = np.maximum(np.minimum(k, np.isfinite(x).sum(-1) + (x == np.inf).sum(-1) - k), 1)
-        check(way, "sum", np.abs(y.sum(-1) - k), 1e-6 * few + n * 2.0**-24 + eps * y.sum(-1) * 1.01)
-        check(way, "y", np.abs(y - wanted.y), 5e-7 + eps * wanted.y * 1.01 + (tiny if eps else 0))
+        check(way, "sum", np.abs(y.sum(-1) - k), part * (1e-6 * few + n * 2.0**-24) + eps * y.sum(-1) * 1.01)
+        check(way, "y", np.abs(y - wanted.y), 5e-7 * part + eps * wanted.y * 1.01 + (tiny if eps else 0))
         check(way, "range", np.maximum(-y, y - 1), np.zeros_like(y))
         order = np.argsort(x, -1, kind="stable")
         sorted_x, sorted_y = np.take_along_axis(x, order, -1), np.take_along_axis(y, order, -1)
@@ -273,7 +275,7 @@ def faults(case: Case) -> list[str]:
         check(way, "ties", np.abs(np.diff(sorted_y)) * equal, np.zeros_like(sorted_y[:, 1:]))
         safe = wanted.safe & (wanted.size < most / 4)
         scale = np.abs(wanted.dx).max(-1)
-        bound = 1e-4 * scale + 3e-6 * wanted.size + tiny
+        bound = part * (1e-4 * scale + 3e-6 * wanted.size) + tiny
         error = np.where(safe[:, None], np.abs(dx - wanted.dx) - eps * np.abs(wanted.dx) * 1.01, 0)
         check(way, "dx", error, bound[:, None] + np.zeros_like(dx))
         if rest:
@@ -282,9 +284,11 @@ def faults(case: Case) -> list[str]:
                 way,
                 "dk",
                 np.where(safe, np.abs(dk - wanted.dk), 0),
-                (1e-4 + wanted.digits) * np.abs(v).max(-1),
+                (1e-4 * part + wanted.digits) * np.abs(v).max(-1),
             )
-            check(way, "dtau", np.where(safe, np.abs(dtau - wanted.dtau), 0), 1e-4 * wanted.reach + 1e-37)
+            check(
+                way, "dtau", np.where(safe, np.abs(dtau - wanted.dtau), 0), 1e-4 * part * wanted.reach + 1e-37
+            )
     return found
 
 
