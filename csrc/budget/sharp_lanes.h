@@ -36,7 +36,10 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
     Passes::place(sharp, at.low, next, whole, z);
     sums_tails_ = true;
     const IntF deep = whole & ((at.low - next) * scale_ > 2 * kFar);
-    if (any(good & deep)) weigh_ends(deep, at.low, next);
+    if (!any(good & deep)) return;
+    Passes::weigh_ends(deep, at.low, next, [&](auto add) {
+      for (int i = 0; i < n_; ++i) add(*column(x_, i), this->a(i));
+    });
   }
 
  private:
@@ -98,29 +101,6 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
       next = (this->a(i) > 0) & (x < entry) & (x > next) ? x : next;
     }
     return next;
-  }
-
-  // Moves t in a gap that is so wide to where the tails at both ends weigh the same.
-  // Rows in which more than the entries at the ends weigh are given back under a normal tail, which bends.
-  KHOT_APART void weigh_ends(IntF deep, VecF last, VecF next) {
-    VecF A{}, B{}, at_last{}, at_next{};
-    const VecF half = 0.5f * (last - next) * scale_;
-    for (int i = 0; i < n_; ++i) {
-      const VecF x = *column(x_, i), a = this->a(i);
-      const IntF in = x >= last;
-      const VecF away = (in ? x - last : next - x) * scale_;
-      const VecF far = C::value_from_odds ? away : (half + 0.5f * away) * away;
-      const VecF weight = a * exp2_held(far * static_cast<float>(-kLog2E));
-      A += in ? weight : VecF{}, B += in ? VecF{} : weight;
-      at_last += x == last ? a : VecF{}, at_next += x == next ? a : VecF{};
-    }
-    if constexpr (!C::value_from_odds) {
-      // it is so steep there that t may need more digits than a pair of floats has
-      const IntF told = half * scale_ * (abs<float>(last) + abs<float>(next)) < 0x1p34f;
-      good &= ~deep | (told & (A < 1.0001f * at_last) & (B < 1.0001f * at_next));
-    }
-    const VecF rate = C::value_from_odds ? splat(2.0f) : 2 * (half + 1 / half);
-    Passes::move(good & deep ? log<float>(B / A) / rate : VecF{});
   }
 };
 

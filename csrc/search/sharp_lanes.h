@@ -65,6 +65,33 @@ class SharpLanes : public LanePasses<C, Tile> {
     hi_ = sharp ? hi : hi_, lo_ = sharp ? lo : lo_;
   }
 
+  // Moves t of rows in a wide gap between the entries `last` and `next` to where the tails of both ends weigh
+  // the same: exponentials, or normal densities times a ratio that hardly changes with t. each(add) adds the
+  // entries that may weigh, and what they cost.
+  template <class Each>
+  KHOT_APART void weigh_ends(IntF wide, VecF last, VecF next, Each each) {
+    constexpr bool bends = !C::value_from_odds;
+    const VecF half = 0.5f * (last - next) * scale_;
+    // it is so steep there that t may need more digits than a pair of floats has
+    if (bends) this->good &= ~wide | (half * scale_ * (abs<float>(last) + abs<float>(next)) < 0x1p34f);
+    VecF moved{};
+    for (int trial = 0; trial < (bends ? 2 : 1); ++trial) {
+      const VecF to_last = half - moved, to_next = half + moved;
+      VecF A{}, B{};
+      each([&](VecF x, VecF cost) {
+        const IntF above = x >= last;
+        const VecF away = (above ? x - last : next - x) * scale_, end = above ? to_last : to_next;
+        const VecF far = bends ? (end + 0.5f * away) * away : away;
+        VecF weight = cost * exp2_held(far * static_cast<float>(-kLog2E));
+        if constexpr (bends) weight *= tail_over_density(end + away);
+        A += above ? weight : VecF{}, B += above ? VecF{} : weight;
+      });
+      const VecF ratio = log<float>(B / A);
+      moved += bends ? (ratio - 2 * half * moved) / (2 * (half + 1 / half)) : 0.5f * ratio;
+    }
+    Passes::move(this->good & wide ? moved : VecF{});
+  }
+
   // The step in t/tau of rows whose passes sum the tails on both sides.
   KHOT_APART VecF sharp_step(const Sums& s, const CountSums<VecF>& sums) {
     const VecF P = clamp_below<float>(s.below + clamp_below<float>(s.extra, 0), 1e-37f);
@@ -87,6 +114,12 @@ class SharpLanes : public LanePasses<C, Tile> {
     h = still ? VecF{} : settled ? far : h;
     settled_ = settled | still, far_ = ~is_near;
     return h;
+  }
+
+  // A normal tail beyond z over the density there, from z = 9 on.
+  static KHOT_INLINE VecF tail_over_density(VecF z) {
+    const VecF per = 1 / z, u = per * per;
+    return per * (1 - u * (1 - 3 * u * (1 - 5 * u * (1 - 7 * u))));
   }
 
   // The rows that need a further pass after a step that suffices if it is no longer than the last.

@@ -125,7 +125,18 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     // where entries are decided, t still depends on how many of them lie at the ends of the gap
     const IntF crowded =
         weighs(beside.up[1] - beside.up[0], beside) | weighs(beside.down[0] - beside.down[1], beside);
-    if (any(good & wide & crowded)) weigh_ends(wide, beside);
+    if (!any(good & wide & crowded)) return;
+    constexpr int farthest = kWindow - 1;
+    const IntF many = weighs(beside.up[farthest] - beside.up[0], beside) |
+                      weighs(beside.down[0] - beside.down[farthest], beside);
+    Passes::weigh_ends(wide, beside.up[0], beside.down[0], [&](auto add) {
+      const VecF one = splat(1.0f);
+      if (any(good & wide & many)) {
+        for (int i = 0; i < n_; ++i) add(*column(x_, i), one);
+      } else {
+        for (int i = 0; i < kWindow; ++i) add(beside.up[i], one), add(beside.down[i], one);
+      }
+    });
   }
 
   // Steps among so many entries on each side; which rows are settled then.
@@ -175,43 +186,6 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     const VecF a = away * scale_;
     if constexpr (C::value_from_odds) return a < 18;
     return a * (0.5f * (beside.up[0] - beside.down[0]) * scale_) < 18;
-  }
-
-  // A normal tail beyond z over the density there, from kWide on.
-  static KHOT_INLINE VecF ratio(VecF z) {
-    const VecF per = 1 / z, u = per * per;
-    return per * (1 - u * (1 - 3 * u * (1 - 5 * u * (1 - 7 * u))));
-  }
-
-  // Moves t of rows in a gap to where the tails of both ends weigh the same: exponentials, or normal
-  // densities times a ratio that hardly changes with t.
-  KHOT_APART void weigh_ends(IntF wide, const Beside& beside) {
-    constexpr bool bends = !C::value_from_odds;
-    const VecF up = beside.up[0], down = beside.down[0], half = 0.5f * (up - down) * scale_;
-    // it is so steep there that t may need more digits than a pair of floats has
-    if (bends) good &= ~wide | (half * scale_ * (abs<float>(up) + abs<float>(down)) < 0x1p34f);
-    const IntF many =
-        weighs(beside.up[kWindow - 1] - up, beside) | weighs(down - beside.down[kWindow - 1], beside);
-    VecF moved{};
-    for (int trial = 0; trial < (bends ? 2 : 1); ++trial) {
-      const VecF to_up = half - moved, to_down = half + moved;
-      VecF A{}, B{};
-      const auto add = [&](VecF x) {
-        const IntF above = x >= up;
-        const VecF a = (above ? x - up : down - x) * scale_, end = above ? to_up : to_down;
-        VecF weight = exp2_held((bends ? (end + 0.5f * a) * a : a) * static_cast<float>(-kLog2E));
-        if constexpr (bends) weight *= ratio(end + a);
-        A += above ? weight : VecF{}, B += above ? VecF{} : weight;
-      };
-      if (any(good & wide & many)) {
-        for (int i = 0; i < n_; ++i) add(*column(x_, i));
-      } else {
-        for (int i = 0; i < kWindow; ++i) add(beside.up[i]), add(beside.down[i]);
-      }
-      moved +=
-          bends ? (log<float>(B / A) - 2 * half * moved) / (2 * (half + 1 / half)) : 0.5f * log<float>(B / A);
-    }
-    Passes::move(good & wide ? moved : VecF{});
   }
 
   VecF write_hard() {
