@@ -159,7 +159,13 @@ struct Logistic : FullSupport<Logistic> {
   }
   template <class R>
   KHOT_INLINE Vec<R> log_value(Vec<R> z) const {
-    return (z > 0 ? Vec<R>{} : z) - log1p<R>(exp_minus<R>(abs<R>(z)));
+    const Vec<R> a = abs<R>(z), most = z > 0 ? Vec<R>{} : z;
+    if constexpr (sizeof(R) == 8) {
+      return most - log1p<R>(exp_minus<R>(a));
+    } else {
+      const VecF e = exp2_held(a * -static_cast<float>(kLog2E));
+      return most - (a > 87 ? VecF{} : log1p_of_share(e));
+    }
   }
   static KHOT_INLINE VecF log_state(VecF z) { return exp2_held(z * -static_cast<float>(kLog2E)); }
   static KHOT_INLINE VecF log_slope(VecF e, VecF& f) {

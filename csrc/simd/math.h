@@ -180,6 +180,13 @@ KHOT_INLINE Vec<R> log1p(Vec<R> x) {
   return twice_artanh<R>(divide<R>(x, 2 + x));
 }
 
+// The same for 0 <= x <= 1 in float, by a minimax polynomial, without a division.
+KHOT_INLINE VecF log1p_of_share(VecF x) {
+  constexpr float kTerms[] = {0.99999994f,   -0.499994934f, 0.333190978f,   -0.24842982f,  0.191060051f,
+                              -0.136632428f, 0.0782259107f, -0.0295052137f, 0.00523268804f};
+  return x * polynomial(x, kTerms);
+}
+
 // log(x) for x >= 0 that is not subnormal. It is -inf for 0 and NaN for x < 0.
 template <class R>
 KHOT_INLINE Vec<R> log(Vec<R> x) {
