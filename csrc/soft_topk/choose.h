@@ -3,7 +3,8 @@
 #pragma once
 
 #include <cmath>
-#include <vector>
+#include <memory>
+#include <utility>
 
 #include "soft_topk/apply.h"
 #include "soft_topk/careful.h"
@@ -15,36 +16,47 @@
 
 namespace khot::KHOT_ISA {
 
+// The same row in float, less one of its entries, so that what they have in common takes no digits.
+inline Row in_float(const Row& x, int64_t n, const Parallel* inside, void* copy, double& origin) {
+  double first;
+  origin = *fetch(x, 0, 1, &first);
+  if (!(std::fabs(origin) < kHuge)) origin = 0;
+  map<double>(x, n, inside, copy, Dtype::kFloat,
+              [origin = origin](VecD v, int64_t, int) { return v - origin; });
+  return {copy, Dtype::kFloat, 1};
+}
+
 // One row: the ordinary solver first, then the wide one, then the careful one, until one of them has an
 // answer. What the first two find is given the digits of double where float has not those that are wanted.
 template <class C>
 void forward_row(const Spec& spec, const C& F, const Row& x, double k, double tau, void* out, Goal& goal,
                  Threshold& t) {
   const bool log = spec.output == Output::kLog;
-  OrdinarySolver<C> ordinary(x, spec.n, tau, F, spec.inside);
-  // room: for the result, or for as many numbers of x's dtype
-  auto wide = [&](void* room, bool t_alone) {
-    return WideSolver<C>(x, spec.n, tau, F, spec.inside, ordinary.spread()).solve(k, t, room, t_alone);
-  };
-  auto in_float = [&] {
+  // room: for the result, or for as many numbers of the dtype of the row
+  auto search = [&](const Row& row, void* room, bool t_alone, double last) {
     const FlushSubnormals flush;
-    return (log ? ordinary.approach(k, goal, t, ordinary.kLastUnchecked) : ordinary.solve(k, goal, t, out)) ||
-           wide(out, log);
+    OrdinarySolver<C> ordinary(row, spec.n, tau, F, spec.inside);
+    if (t_alone ? ordinary.approach(k, goal, t, last) : ordinary.solve(k, goal, t, room))
+      return std::pair(true, ordinary.slope());
+    const WideSolver<C> wide(row, spec.n, tau, F, spec.inside, ordinary.spread());
+    return std::pair(wide.solve(k, t, room, t_alone), 0.0);
   };
   auto in_double = [&] {
-    bool found;
-    {
-      const FlushSubnormals flush;
-      found = ordinary.approach(k, goal, t, C::full_support ? C::last_step : 1e-3);
-      std::vector<double> room(!found && spec.output == Output::kThreshold ? spec.n : 0);
-      if (!found && !wide(room.empty() ? out : room.data(), true)) return false;
-    }
-    return finish(spec, F, x, k, tau, found ? ordinary.slope() : 0, t, out);
+    const bool is_double = x.dtype == Dtype::kDouble, threshold = spec.output == Output::kThreshold;
+    const std::unique_ptr<double[]> own(threshold ? new double[spec.n] : nullptr);
+    auto* room = static_cast<float*>(threshold ? own.get() : out);
+    double origin = 0;
+    const Row row = is_double ? in_float(x, spec.n, spec.inside, room, origin) : x;
+    const auto [found, slope] =
+        search(row, is_double ? room + spec.n : room, true, C::full_support ? C::last_step : 1e-3);
+    t.hi += origin;
+    return found && finish(spec, F, x, k, tau, slope, t, out);
   };
   const bool by_float = float_carries(spec, F, x.dtype, tau);
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
-  } else if (by_float ? in_float() : float_may_search(F, tau) && in_double()) {
+  } else if (by_float ? search(x, out, log, OrdinarySolver<C>::kLastUnchecked).first
+                      : float_may_search(F, tau) && in_double()) {
     if (by_float && log) apply<float>(spec, F, x, t, tau, out);
     return;
   } else {
