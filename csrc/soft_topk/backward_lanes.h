@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "soft_topk/backward_decided.h"
 #include "soft_topk/densities.h"
@@ -53,6 +54,15 @@ class LaneBackward {
     return std::fabs(t.hi) < 1e38 && tau > 1e-25 && tau < 1e25;
   }
 
+  template <class Density>
+  KHOT_INLINE Density density(Threshold t, double tau, int j) const {
+    if constexpr (std::is_same_v<Density, RelativeDensity<C>>) {
+      return {F_, t, tau, distance_[j], most_[j]};
+    } else {
+      return {F_, t, tau};
+    }
+  }
+
   // The rows that are not done. source(row) is what Density takes f from.
   template <class Density, class Source>
   KHOT_PASS void run(const BackwardRows& rows, int64_t first, bool* done, Source source) {
@@ -60,7 +70,8 @@ class LaneBackward {
     const bool direct = dtype == Dtype::kFloat;
     const double none = 0;  // the gradient of y where only t is wanted
     const float *grads[width], *kept[width];
-    VecF f[width] = {}, fz[width] = {}, fv[width] = {}, fzv[width] = {}, y[width] = {}, tau{}, grad_lo{};
+    VecF f[width] = {}, fz[width] = {}, fv[width] = {}, fzv[width] = {}, y[width] = {};
+    VecF tau{}, slope{}, grad_lo{};
     Threshold t[width] = {};
     bool fits[width] = {};
     for (int j = 0; j < width; ++j) {
@@ -68,7 +79,8 @@ class LaneBackward {
       const double own_tau = rows.tau(first + j);
       if (Density::kMoments) t[j] = rows.threshold(first + j);
       fits[j] = fits_float(t[j], own_tau);
-      const Density row(F_, t[j], own_tau);
+      const Density row = density<Density>(t[j], own_tau, j);
+      if constexpr (Density::kMoments) slope[j] = row.slope();
       tau[j] = static_cast<float>(own_tau);
       grad_lo[j] = static_cast<float>(rows.grad_lo(first + j));
       float* const keep = kept_ + j * kShortRow;
@@ -89,7 +101,7 @@ class LaneBackward {
     VecF grad_tau{};
     if (Density::kMoments) {
       const VecF z_mean = sums_of(fz) / safe;
-      grad_tau = (v_sum * z_mean - sums_of(fzv)) / tau - grad_lo * z_mean;
+      grad_tau = (v_sum * z_mean - sums_of(fzv)) * slope - grad_lo * z_mean;
     }
     for (int j = 0; j < width; ++j) {
       if (!fits[j]) continue;
@@ -103,7 +115,7 @@ class LaneBackward {
       if (loses_products(mass[j], v_sum[j], Row{grads[j], Dtype::kFloat, 1}, n_, nullptr)) continue;
       done[j] = true;
       rows.put(first + j, grad_k[j], grad_tau[j]);
-      const Density row(F_, t[j], tau[j]);
+      const Density row = density<Density>(t[j], tau[j], j);
       float* const target = direct ? static_cast<float*>(rows.grad_x(first + j)) : x_;
       const float offset = grad_k[j];  // dL/dx = f (v - mean)/tau + f grad_lo/sum f
       vectors<float>(grads[j], n_, 0.0f, [&](VecF v, int i, int lanes) {
@@ -133,21 +145,27 @@ class LaneBackward {
     const bool asked = rows.keeps_numbers();
     const IntF decided = Decided::template is_decided<float>(F_, distance, hi, taus);
     const IntF nothing = Decided::template is_nothing<float>(F_, distance, steepest, taus, Decided::kZero);
+    distance_ = distance / taus;
+    const VecF height = F_.template log_density<float>(distance_) - log<float>(taus);
+    most_ = exp<float>(height);
+    const IntF carried = decided & ~nothing & (height > -80);  // by float's exponent
+    bool left[width];
+    for (int j = 0; j < width; ++j) left[j] = !carried[j];
+    if (any(carried)) run<RelativeDensity<C>>(rows, first, left, [&](int64_t row) { return rows.x(row); });
     int count = 0;
     for (int j = 0; j < width; ++j) {
-      if (!decided[j]) continue;
+      if (!decided[j] || !left[j] || (!carried[j] && !nothing[j])) continue;
+      ++count, done[j] = true;
+      if (carried[j]) continue;
       const int64_t i = first + j;
-      const Decided row(spec_, F_, rows.x(i), rows.grad(i), rows.tau(i), rows.threshold(i));
       double grad_k = 0, grad_tau = 0;
-      done[j] = true;
-      if (asked || !nothing[j]) {
-        done[j] = row.write_decided(distance[j], nothing[j], rows.grad_x(i), grad_k, grad_tau);
+      if (asked) {
+        const Decided row(spec_, F_, rows.x(i), rows.grad(i), rows.tau(i), rows.threshold(i));
+        row.write_decided(distance[j], true, rows.grad_x(i), grad_k, grad_tau);
       } else {
         clear(rows.grad_x(i), rows.x(i).dtype, n_);
       }
-      if (!done[j]) continue;
       rows.put(i, grad_k, grad_tau);
-      ++count;
     }
     return count;
   }
@@ -156,8 +174,9 @@ class LaneBackward {
   C F_;
   int n_;
   Output output_;
-  bool by_scores_ = false;  // whether y had not the digits for f in the rows before
-  bool decided_ = false;    // whether most of these had decided entries alone
+  bool by_scores_ = false;    // whether y had not the digits for f in the rows before
+  bool decided_ = false;      // whether most of these had decided entries alone
+  VecF distance_{}, most_{};  // what RelativeDensity asks for
   alignas(KHOT_VECTOR_BYTES) float kept_[kShortRow * width], grads_[kShortRow * width], x_[kShortRow];
 };
 

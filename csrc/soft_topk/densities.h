@@ -62,6 +62,7 @@ struct LongDensitySums {
 //
 //   kPad       what stands beyond the end of a row: there f is 0
 //   kMoments   whether the sums of fz and fzv are collected, without which there is no dL/dtau
+//   slope()    with kMoments: what f of this source is multiplied by to be f/tau
 //   kKeeps     whether kept(x) is more than what is as quickly made again
 
 // f from the scores x.
@@ -81,6 +82,7 @@ struct ScoreDensity {
         scale(inverse_of<R>(tau, C::full_support)) {}
 
   KHOT_INLINE Vec<R> standardized(Vec<R> x) const { return ((x - hi) - lo) * scale; }
+  R slope() const { return scale; }
 
   // Returns f, and adds it and its products to the sums.
   KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, DensitySums<R>& sums) const {
@@ -96,7 +98,29 @@ struct ScoreDensity {
   static bool reliable(double mass, double /*y*/, int64_t /*n*/) { return mass > kLeastMass<R>; }
 };
 
-// The same for log y.
+// f from the scores, over that of the entry nearest to t, where all are small. That entry is so many tau
+// away, and has so much of f/tau.
+template <class C>
+struct RelativeDensity : ScoreDensity<float, C> {
+  float distance, most;
+
+  RelativeDensity(const C& F, Threshold t, double tau, float distance, float most)
+      : ScoreDensity<float, C>(F, t, tau), distance(distance), most(most) {}
+
+  float slope() const { return most; }
+
+  KHOT_INLINE VecF density(VecF x, VecF v, DensitySums<float>& sums) const {
+    const VecF z = this->standardized(x), a = abs<float>(z), more = a - distance;
+    const VecF below = C::value_from_odds ? more : more * (0.5f * (a + distance));
+    const VecF f = below < 80 ? exp2_held(below * -static_cast<float>(kLog2E)) : VecF{};
+    const VecF fz = f > 0 ? f * z : VecF{};
+    sums.add(f, fz, f * v, fz * v);
+    return f;
+  }
+  KHOT_INLINE VecF gradient(VecF f, VecF v, float offset) const { return f * most * (v - offset); }
+};
+
+// f from the scores, with log y.
 template <class R, class C>
 struct LogDensity : ScoreDensity<R, C> {
   using Sums = std::conditional_t<sizeof(R) == 4, LongDensitySums, DensitySums<R>>;
