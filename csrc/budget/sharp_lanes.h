@@ -33,7 +33,7 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
     const VecF z = whole ? splat(static_cast<float>(F_.median)) : F_.rough_icdf(odds, log<float>(odds));
     const VecF next = any(whole) ? below(at.low) : splat(-kInf<float>);
     good &= ~whole | (next > -kInf<float>);
-    Passes::place(sharp, at.low, next, whole, z);
+    Passes::place(sharp, at.low, next, whole, at.low, z);
     sums_tails_ = true;
     const IntF deep = whole & ((at.low - next) * scale_ > 2 * kFar);
     if (!any(good & deep)) return;

@@ -54,20 +54,21 @@ class SharpLanes : public LanePasses<C, Tile> {
   }
 
   // t of these rows in the middle of the gap between their last entry that is chosen and the next, where that
-  // is chosen whole, and otherwise where the last entry has this z. The middle is exact, because far from
-  // both entries its last digits decide which of them counts.
-  void place(IntF sharp, VecF last, VecF next, IntF whole, VecF z) {
+  // is chosen whole, and otherwise where `shared`, one of these, has this z. The middle is exact, because far
+  // from both entries its last digits decide which of them counts.
+  void place(IntF sharp, VecF last, VecF next, IntF whole, VecF shared, VecF z) {
     last_ = last, next_ = next;
     const VecF end = next > -kInf<float> ? next : last, gap = end - last, back = gap + last;
     const VecF lost = (end - back) - (last - (back - gap));
-    const VecF move = (whole ? 0.5f * gap : VecF{}) - z * tau_, hi = last + move, part = hi - last;
-    const VecF lo = ((last - (hi - part)) + (move - part)) + (whole ? 0.5f * lost : VecF{});
+    const VecF from = whole ? last : shared, move = (whole ? 0.5f * gap : VecF{}) - z * tau_;
+    const VecF hi = from + move, part = hi - from;
+    const VecF lo = ((from - (hi - part)) + (move - part)) + (whole ? 0.5f * lost : VecF{});
     hi_ = sharp ? hi : hi_, lo_ = sharp ? lo : lo_;
   }
 
   // Moves t of rows in a wide gap between the entries `last` and `next` to where the tails of both ends weigh
-  // the same: exponentials, or normal densities times a ratio that hardly changes with t. each(add) adds the
-  // entries that may weigh, and what they cost.
+  // the same, as off_middle() in soft_topk/gap.h, which has no need of the bound on digits. each(add) adds
+  // the entries that may weigh, and what they cost.
   template <class Each>
   KHOT_APART void weigh_ends(IntF wide, VecF last, VecF next, Each each) {
     constexpr bool bends = !C::value_from_odds;
@@ -75,19 +76,24 @@ class SharpLanes : public LanePasses<C, Tile> {
     // it is so steep there that t may need more digits than a pair of floats has
     if (bends) this->good &= ~wide | (half * scale_ * (abs<float>(last) + abs<float>(next)) < 0x1p34f);
     VecF moved{};
-    for (int trial = 0; trial < (bends ? 2 : 1); ++trial) {
+    for (int trial = 0; trial < (bends ? 4 : 1); ++trial) {
       const VecF to_last = half - moved, to_next = half + moved;
-      VecF A{}, B{};
+      VecF A{}, B{}, away_A{}, away_B{};
       each([&](VecF x, VecF cost) {
         const IntF above = x >= last;
         const VecF away = (above ? x - last : next - x) * scale_, end = above ? to_last : to_next;
         const VecF far = bends ? (end + 0.5f * away) * away : away;
         VecF weight = cost * exp2_held(far * static_cast<float>(-kLog2E));
-        if constexpr (bends) weight *= tail_over_density(end + away);
+        if constexpr (bends) {
+          weight *= C::template mills<float>(end + away);
+          away_A += above ? weight * away : VecF{}, away_B += above ? VecF{} : weight * away;
+        }
         A += above ? weight : VecF{}, B += above ? VecF{} : weight;
       });
-      const VecF ratio = log<float>(B / A);
-      moved += bends ? (ratio - 2 * half * moved) / (2 * (half + 1 / half)) : 0.5f * ratio;
+      VecF step = 0.5f * log<float>(B / A);
+      if constexpr (bends) step = 2 * (step - half * moved) / (2 * half + 2 / half + away_A / A + away_B / B);
+      moved += step;
+      if (!any(this->good & wide & (abs<float>(step) > 1e-5f))) break;
     }
     Passes::move(this->good & wide ? moved : VecF{});
   }
@@ -114,12 +120,6 @@ class SharpLanes : public LanePasses<C, Tile> {
     h = still ? VecF{} : settled ? far : h;
     settled_ = settled | still, far_ = ~is_near;
     return h;
-  }
-
-  // A normal tail beyond z over the density there, from z = 9 on.
-  static KHOT_INLINE VecF tail_over_density(VecF z) {
-    const VecF per = 1 / z, u = per * per;
-    return per * (1 - u * (1 - 3 * u * (1 - 5 * u * (1 - 7 * u))));
   }
 
   // The rows that need a further pass after a step that suffices if it is no longer than the last.

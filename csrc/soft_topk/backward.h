@@ -41,8 +41,8 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
     }
     return backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
   }
-  // Rows whose entries are all decided.
-  auto decided = [&](Gradients gradients) {
+  // Rows whose entries are all decided; under compact support these are flat.
+  auto write_decided = [&](Gradients gradients) {
     if constexpr (C::full_support) {
       return !threshold && grad_lo == 0 && std::fabs(t.hi) < 1e38 &&
              DecidedRow<C>(spec, F, x, v, tau, t).write(grad_x, asked, grad_k, grad_tau);
@@ -57,11 +57,11 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
       if (!threshold && y.data != nullptr && done(ValueDensity<C>(F, t, tau), y)) return;
     }
     const Gradients gradients = ordinary(ScoreDensity<float, C>(F, t, tau), x);
-    if (gradients == Gradients::kWritten || decided(gradients)) return;
+    if (gradients == Gradients::kWritten || write_decided(gradients)) return;
   }
-  if (in_double) {
+  if (in_double) {  // a row that is fast was asked above whether it is decided
     const Gradients gradients = ordinary(ScoreDensity<double, C>(F, t, tau), x);
-    if (gradients == Gradients::kWritten || (!fast && decided(gradients))) return;
+    if (gradients == Gradients::kWritten || (!fast && write_decided(gradients))) return;
   }
   backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
 }

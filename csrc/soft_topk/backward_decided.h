@@ -31,7 +31,8 @@ class DecidedRow {
     const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo);
     distance = splat(kInf<R>), steepest = Vec<R>{};
     vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
-      const Vec<R> d = abs<R>((v - hi) - lo), size = abs<R>(beside(g, i, lanes));
+      const Vec<R> d = abs<R>((v - hi) - lo), own = abs<R>(beside(g, i, lanes));
+      const Vec<R> size = own < kInf<R> ? own : splat(kInf<R>);  // not NaN, which would be lost
       distance = d < distance ? d : distance;
       steepest = size > steepest ? size : steepest;
     });

@@ -26,10 +26,13 @@ inline Edges edges_around(const Row& x, int64_t n, const Parallel* inside, Thres
   });
 }
 
-// The tails on each side of a gap, over that of an entry at its end, or over its density.
+// The sums of the tails on each side of a gap: of exponentials over the tail of one entry at the end, of
+// normal tails over the density there; and with the distances from the ends as weights.
 struct TailWeights {
-  double above = 0, below = 0;
-  void operator+=(const TailWeights& o) { above += o.above, below += o.below; }
+  double above = 0, below = 0, away_above = 0, away_below = 0;
+  void operator+=(const TailWeights& o) {
+    above += o.above, below += o.below, away_above += o.away_above, away_below += o.away_below;
+  }
 };
 
 // How far above the middle of the gap between the entries `up` and `down` t is, in tau: there, what those
@@ -40,24 +43,39 @@ KHOT_APART double off_middle(const Row& x, int64_t n, const Parallel* inside, do
   constexpr bool bends = !C::value_from_odds;
   const double half = (0.5 * up - 0.5 * down) / tau, scale = 1 / tau;
   double moved = 0;
-  for (int trial = 0; trial < (bends ? 3 : 1); ++trial) {
+  for (int trial = 0; trial < (bends ? 5 : 1); ++trial) {
     const double to_up = half - moved, to_down = half + moved;
     const TailWeights s = reduce<double, TailWeights>(
         x, n, inside, [=](TailWeights& sums, const double* p, int count, int64_t) {
-          VecD above{}, below{};
+          VecD above{}, below{}, away_above{}, away_below{};
           vectors<double>(p, count, -kInfinity, [&](VecD v, int, int) {
             const IntD in = v >= up;
             const VecD a = (in ? v - up : down - v) * scale, end = in ? splat(to_up) : splat(to_down);
             VecD weight = exp_minus<double>(bends ? (end + 0.5 * a) * a : a);
-            if constexpr (bends) weight *= C::template mills<double>(end + a);
+            if constexpr (bends) {
+              weight *= C::template mills<double>(end + a);
+              const VecD away = weight > 0 ? weight * a : VecD{};
+              away_above += in ? away : VecD{}, away_below += in ? VecD{} : away;
+            }
             above += in ? weight : VecD{}, below += in ? VecD{} : weight;
           });
-          sums.above += sum<double>(above), sums.below += sum<double>(below);
+          sums += {sum<double>(above), sum<double>(below), sum<double>(away_above), sum<double>(away_below)};
         });
-    const double left = std::log(s.below / s.above);
-    moved += bends ? (left - 2 * half * moved) / (2 * (half + 1 / half)) : 0.5 * left;
+    double step = 0.5 * std::log(s.below / s.above);
+    if constexpr (bends) {
+      const double mean = s.away_above / s.above + s.away_below / s.below;
+      step = 2 * (step - half * moved) / (2 * half + 2 / half + mean);
+    }
+    moved += step;
+    if (!(std::fabs(step) > 1e-9)) break;
   }
   return moved;
+}
+
+// The threshold so far above the middle of a gap, in units of a score.
+inline Threshold in_gap(double up, double down, double off) {
+  const double sum = up + down, part = sum - up, lost = (up - (sum - part)) + (down - part);
+  return {0.5 * sum, 0.5 * lost + off};
 }
 
 // Below, a sum of densities lacks those that are no double.
@@ -74,8 +92,8 @@ bool balance(const Row& x, int64_t n, const Parallel* inside, double tau, Thresh
   } else if (!((up - t.hi) - t.lo > 0.5 * tau)) {
     return false;  // an entry is undecided
   }
-  t.lo = (0.5 * (up - t.hi) + 0.5 * (down - t.hi)) + off * tau;
-  return std::fabs(t.lo) < kInfinity;
+  t = in_gap(up, down, off * tau);
+  return std::fabs(t.hi) < kInfinity && std::fabs(t.lo) < kInfinity;
 }
 
 }  // namespace khot::KHOT_ISA

@@ -29,10 +29,9 @@ class DoubleRow {
       if (!(std::fabs(h) < 0.1) || !(s.f > (C::full_support ? kFaint : 1e-3))) return false;
       t.lo += h * tau_;
       if constexpr (C::full_support) {
-        if (y != nullptr && std::fabs(h) < kShort) return follow(h, t, y);
+        if (y != nullptr && std::fabs(h) < (s.f > 1e-2 ? kShort : kLast)) return follow(h, t, y);
       }
-      // What is left is its square; but compact support has kinks.
-      if (std::fabs(h) > (C::full_support ? 2e-8 : 1e-12)) continue;
+      if (std::fabs(h) > kLast) continue;
       return write(t, out);
     }
     return false;
@@ -40,8 +39,11 @@ class DoubleRow {
 
  private:
   static constexpr int kPasses = 4, kCompactPasses = 6;
-  // After so short a step y follows. After 1000 times as much the error in y is 1e-7, and it falls at least
-  // with its second power; but normal tails bend.
+  // What is left after a step is its square; but compact support has kinks.
+  static constexpr double kLast = C::full_support ? 2e-8 : 1e-12;
+  // After so short a step y follows, with a sum that tells what is left, unless little is undecided. After
+  // 1000 times as much the error in y is 1e-7, and it falls at least with its second power. A normal tail at
+  // z is off by (z h)^2, and z is 38 at most.
   static constexpr double kShort = C::density_from_value ? 1e-3 * C::last_step : 3e-6;
 
   double miss(const RootSums& s) const { return (s.m - k_) + s.tails; }

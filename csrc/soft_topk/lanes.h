@@ -67,7 +67,7 @@ class LaneSolver : public SharpCounts<C> {
 
   // The threshold of row first + j, where that was ordinary.
   Threshold threshold(int j) const { return {hi_[j], lo_[j]}; }
-  // The sum of f there, or 0 where it was not asked for.
+  // The sum of f there, or 0 where the search has ended without a pass.
   double slope(int j) const { return slope_[j]; }
 
   // The step in t/tau. Rows that are not ordinary are no longer good and do not move.

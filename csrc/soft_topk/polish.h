@@ -46,7 +46,8 @@ struct CloseCount {
   void operator+=(const CloseCount& o) { sum += o.sum; }
 };
 
-// The sum of F at t. It has no more digits than double has of it, so that most entries must be undecided.
+// The sum of F at t. It has no more digits than double has of it and of x/tau, so that most entries must be
+// undecided and near 0.
 template <class C>
 double close_count(const Row& x, int64_t n, double tau, const Parallel* inside, Threshold t) {
   constexpr double kEnd = 400;
@@ -71,7 +72,8 @@ template <class C>
 bool polish(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, double k, double slope,
             Threshold& t) {
   if constexpr (C::value_from_odds) {
-    for (int pass = 0; slope > 1e-5 * static_cast<double>(n) && pass < 3; ++pass) {
+    const bool suits = slope > 1e-5 * static_cast<double>(n) && std::fabs(t.hi) < 1e5 * tau;
+    for (int pass = 0; suits && pass < 3; ++pass) {
       const double h = (close_count<C>(x, n, tau, inside, t) - k) / slope;
       if (!(std::fabs(h) < 0.1)) return false;
       t.lo += h * tau;

@@ -1,9 +1,9 @@
 // Short rows whose scores spread far beyond tau, one row per lane: what of the lane solver is for them.
 //
-// The threshold lies near the entries of rank r = ceil(k) and r + 1. Those beside them are sorted out
-// (selection/rank_lanes.h), and often they are all that is undecided: then the search goes on among them
-// alone, and y is written once. Otherwise it starts at what they tell, and takes passes over the rows
-// (search/sharp_lanes.h).
+// The threshold lies near the entries of rank r and r + 1, where r is the integer nearest to k. Those beside
+// them are sorted out (selection/rank_lanes.h), and often they are all that is undecided: then the search
+// goes on among them alone, and y is written once. Otherwise it starts at what they tell, and takes passes
+// over the rows (search/sharp_lanes.h).
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     return j;
   }
 
-  // Starts these rows between their entries of rank r and r + 1, or where that of rank r has the share that k
+  // Starts these rows between their entries of rank r and r + 1, or where one of these has the share that k
   // leaves it.
   KHOT_APART void start_between(IntF sharp) {
     int ranks[width], low = n_, high = 1;
@@ -64,13 +64,14 @@ class SharpCounts : public SharpLanes<C, CountTile> {
       beside.up[i] = low == high ? sorted.at(low - i) : sorted.at(ranks, -i);
       beside.down[i] = low == high ? sorted.at(low + 1 + i) : sorted.at(ranks, 1 + i);
     }
-    VecF z = splat(static_cast<float>(F_.median));  // of the entry of rank r
+    VecF z = splat(static_cast<float>(F_.median));  // of the entry that has a share
     for (int j = 0; j < width; ++j) {
       const double left = ranks[j] - k_all_[j];
       beside.left[j] = static_cast<float>(left);
-      if (sharp[j] && left > 0) z[j] = static_cast<float>(F_.icdf(1 - left));
+      if (sharp[j] && left != 0) z[j] = static_cast<float>(F_.icdf(left > 0 ? 1 - left : -left));
     }
-    Passes::place(sharp, beside.up[0], beside.down[0], beside.left == 0, z);
+    const VecF shared = beside.left < 0 ? beside.down[0] : beside.up[0];
+    Passes::place(sharp, beside.up[0], beside.down[0], beside.left == 0, shared, z);
     if constexpr (C::full_support) {
       sums_tails_ = true;
       search_beside(sharp, beside);
@@ -94,7 +95,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     VecF up[kWindow], down[kWindow], left;
   };
 
-  int rank(double k) const { return std::min(n_, static_cast<int>(std::ceil(k))); }
+  int rank(double k) const { return std::min(n_, static_cast<int>(k + 0.5)); }
 
   // The search among the entries beside the threshold. They are all that counts where the farthest of them
   // lie so far away that the others together have less than float's digits, also beside the tails of the
@@ -108,9 +109,10 @@ class SharpCounts : public SharpLanes<C, CountTile> {
       const VecF up = z_of(beside.up[size - 1]), down = -z_of(beside.down[size - 1]);
       IntF apart;
       if constexpr (C::value_from_odds) {
-        apart = (up > first_up + 18) & (down > first_down + 18);
+        apart = ((up > first_up + 18) | is_all(up)) & ((down > first_down + 18) | is_all(down));
       } else {
-        apart = (up * up > first_up * first_up + 36) & (down * down > first_down * first_down + 36);
+        apart = ((up * up > first_up * first_up + 36) | is_all(up)) &
+                ((down * down > first_down * first_down + 36) | is_all(down));
       }
       covered = ((up > far) & (down > far) & apart) | ~good;
       if (size == kWindow || !any(~covered)) break;
@@ -151,7 +153,7 @@ class SharpCounts : public SharpLanes<C, CountTile> {
     }
     VecF moved{};
     for (int trial = 0; trial < 4; ++trial) {
-      VecF P = beside.left, Q{}, f_P{}, f_Q{};
+      VecF P = clamp_below<float>(beside.left, 0), Q = clamp_below<float>(-beside.left, 0), f_P{}, f_Q{};
       const VecF factor = C::value_from_odds ? exp<float>(moved) : VecF{};
       for (int i = 0; i < size; ++i) {
         Tail up, down;
@@ -168,18 +170,24 @@ class SharpCounts : public SharpLanes<C, CountTile> {
       const IntF known = (P > kNothing) & (Q > kNothing) & ~settled;
       const VecF safe_P = known ? P : splat(1.0f), safe_Q = known ? Q : splat(1.0f);
       VecF h = known ? log<float>(safe_P / safe_Q) / (f_Q / safe_Q + f_P / safe_P) : VecF{};
-      h = abs<float>(h) < 8 ? h : VecF{};
+      const IntF lost = abs<float>(h) >= 8;
+      h = lost ? VecF{} : h;
       moved += h;
-      // where a normal tail bends, or log y is wanted, t has to be right beside tails however small they are
+      // where a normal tail bends, or log y is wanted, t has to be right beside tails however small they are;
+      // beside a small share that a broken k leaves, nearly so
       const bool loose = C::value_from_odds && !wants_t_;
-      const IntF close = loose ? missed_after(P, Q, abs<float>(h), beside.left == 0) < 1e-7f : IntF{};
-      settled |= known & (close | (abs<float>(h) < 1e-4f));
+      const IntF whole = beside.left == 0, enough = missed_after(P, Q, abs<float>(h), whole) < 1e-7f;
+      const IntF close = loose ? enough & (whole | (abs<float>(h) < 0.01f)) : IntF{};
+      settled |= known & ~lost & (close | (abs<float>(h) < 1e-4f));
       if (!any(~settled)) break;
       if (!to_the_end && !any(~settled & (abs<float>(h) > 0.2f))) break;
     }
     Passes::move(sharp ? moved : VecF{});
     return settled;
   }
+
+  // Whether there are no more entries.
+  static IntF is_all(VecF distance) { return distance == kInf<float>; }
 
   // Whether an entry so far behind the end of a gap weighs anything beside it.
   IntF weighs(VecF away, const Beside& beside) const {

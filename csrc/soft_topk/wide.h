@@ -79,7 +79,7 @@ class WideSolver {
     const bool all = rest.n == n_;
     bool decided = false;
     if constexpr (C::value_from_odds) decided = rest.density * tau_ * C::decided_ratio < k;
-    if (balance(rest, t)) return t_alone || whole.write_whole(rest.cut.last, k, rest.few, out);
+    if (lies_in_gap(rest, t)) return t_alone || whole.write_whole(rest.cut.last, k, rest.few, out);
     bool found = false;
     if (std::fabs(guess) < kSingle * tau_) {
       if (all && whole.refine(guess, k, rest.few, t, t_alone ? nullptr : out, decided)) return true;
@@ -96,13 +96,12 @@ class WideSolver {
   }
 
  private:
-  // t in a gap so wide that all y are 0 or 1.
-  bool balance(const Remainder& rest, Threshold& t) const {
+  // Whether the entries at the cut are ends of a gap so wide that all y are 0 or 1; then t is in it.
+  bool lies_in_gap(const Remainder& rest, Threshold& t) const {
     if constexpr (C::full_support) {
       const auto [last, next] = rest.cut;
       if (!(last - next > 2 * kDeep<C> * tau_)) return false;
-      const double sum = last + next, part = sum - last, lost = (last - (sum - part)) + (next - part);
-      t = {0.5 * sum, 0.5 * lost + tau_ * off_middle<C>(rest.row, rest.n, nullptr, last, next, tau_)};
+      t = in_gap(last, next, tau_ * off_middle<C>(rest.row, rest.n, nullptr, last, next, tau_));
       return true;
     }
     return false;

@@ -63,3 +63,67 @@ def test_both_ends_of_a_gap_weigh_alike_where_densities_underflow(n: int, dtype:
         k = torch.tensor([n - 1.0], dtype=torch.float64, requires_grad=True)
         (dk,) = torch.autograd.grad(khot.soft_topk(x.requires_grad_(), k), k, v)
         assert abs(dk.item() - 0.5) < 1e-3, gap
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace"])
+@pytest.mark.parametrize("k", [1 - 1e-5, 1 - 1e-7, 1 + 1e-7, 1 + 1e-5, 1e-6, 1e-12, 4.000001])
+def test_logarithms_of_k_beside_a_whole_number(k: float, cdf: Any) -> None:
+    """In groups of rows, whose steps begin at entries that have next to nothing, or lack it."""
+    for scores in ([0.0, -1.6, -30, -31, -32], [0.0, -0.1, -0.2, -30, -31]):
+        x = torch.tensor(scores).expand(16, 5)
+        found = khot.log_soft_topk(x, k, cdf=cdf).double()
+        want = khot.log_soft_topk(x.double(), k, cdf=cdf)
+        assert (want.exp().sum(-1) - k).abs().max() < 1e-9 * max(k, 1e-3)
+        torch.testing.assert_close(found, want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("k", [7 - 1e-6, 7 + 1e-6, 7 - 1e-9])
+@pytest.mark.parametrize("cdf", [khot.cdfs.Logistic(), khot.cdfs.Laplace(), khot.cdfs.Normal()], ids=str)
+def test_shares_of_next_to_nothing_have_the_digits_of_float64(k: float, cdf: Any) -> None:
+    x = 3 * torch.randn(32, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
+    for tau in (0.1, 0.01):
+        y = khot.soft_topk(x, k, tau=tau, cdf=cdf)
+        t = khot.inverse_soft_count(x, k, tau=tau, cdf=cdf)
+        small = (y < 0.5) & (y > 1e-100)
+        want = cdf.cdf((x - t[:, None]) / tau)
+        torch.testing.assert_close(y[small], want[small], rtol=3e-11, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("cdf", "tau"), [("logistic", 1e-4), ("laplace", 1e-4), ("normal", 1e-3)])
+def test_nan_gradients_of_decided_rows_stay(cdf: Any, tau: float, dtype: torch.dtype) -> None:
+    for rows in (1, 16):
+        x = torch.tensor([3.0, 2, 1, 0], dtype=dtype).repeat(rows, 1).requires_grad_()
+        v = torch.tensor([1.0, torch.nan, 1, 1], dtype=dtype).expand(rows, 4)
+        (dx,) = torch.autograd.grad(khot.soft_topk(x, 2, tau=tau, cdf=cdf), x, v)
+        assert dx.isnan().any(-1).all()
+
+
+def test_thresholds_of_scores_that_are_many_tau_large() -> None:
+    """Of a group that holds an ordinary row, too."""
+    x = torch.tensor([1003.117, 999.31, 1001.77, 998.2]).repeat(16, 1)
+    x[0] = 0
+    for number in (1.23, 1.77):
+        for tau in (3.4639175257731957e-9, 1e-7):
+            k, taus = (torch.full((16,), value, dtype=torch.float64) for value in (number, tau))
+            _, hi, lo = torch.ops.khot.soft_topk(x, k, taus, "logistic", 0.0, "threshold")
+            want = khot.inverse_soft_count(x.double() - x[1, 2].double(), k, tau=taus)
+            found = (hi[1:] - x[1, 2].double()) + lo[1:]
+            assert ((found - want[1:]).abs() < 1e-9 * tau).all()
+
+
+def test_costs_behind_the_ends_of_a_gap() -> None:
+    """Those at the ends are small beside them, so that they tell where t is."""
+    n = 32
+    for cost in (1e2, 1e5, 3.82e8):
+        x, costs = torch.full((16, n), -12.99), torch.full((16, n), cost)
+        x[:, :16], x[:, 0], x[:, 16] = 13.15, 11.55, -11.55
+        costs[:, 0] = costs[:, 16] = 1
+        v = torch.zeros(16, n)
+        v[:, :16] = 1
+        budgets, gradients = costs[:, :16].double().sum(-1), []
+        for dtype in (torch.float32, torch.float64):
+            budget = budgets.clone().requires_grad_()
+            y = khot.soft_budget(x.to(dtype), costs.to(dtype), budget, cdf="normal")
+            gradients += torch.autograd.grad(y, budget, v.to(dtype))
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=0)
