@@ -83,10 +83,11 @@ class SharpLanes : public LanePasses<C, Tile> {
         const IntF above = x >= last;
         const VecF away = (above ? x - last : next - x) * scale_, end = above ? to_last : to_next;
         const VecF far = bends ? (end + 0.5f * away) * away : away;
-        VecF weight = cost * exp2_held(far * static_cast<float>(-kLog2E));
+        VecF weight = far < 80 ? cost * exp2_held(far * static_cast<float>(-kLog2E)) : VecF{};
         if constexpr (bends) {
-          weight *= C::template mills<float>(end + away);
-          away_A += above ? weight * away : VecF{}, away_B += above ? VecF{} : weight * away;
+          weight *= tail_over_density(end + away);
+          const VecF part = weight > 0 ? weight * away : VecF{};
+          away_A += above ? part : VecF{}, away_B += above ? VecF{} : part;
         }
         A += above ? weight : VecF{}, B += above ? VecF{} : weight;
       });
@@ -120,6 +121,12 @@ class SharpLanes : public LanePasses<C, Tile> {
     h = still ? VecF{} : settled ? far : h;
     settled_ = settled | still, far_ = ~is_near;
     return h;
+  }
+
+  // A normal tail beyond z over the density there, from z = 7 on.
+  static KHOT_INLINE VecF tail_over_density(VecF z) {
+    const VecF per = 1 / z, u = per * per;
+    return per * (1 - u * (1 - 3 * u * (1 - 5 * u * (1 - 7 * u))));
   }
 
   // The rows that need a further pass after a step that suffices if it is no longer than the last.
