@@ -16,11 +16,11 @@
 
 namespace khot::KHOT_ISA {
 
-// The same row in float, less one of its entries, so that what they have in common takes no digits.
-inline Row in_float(const Row& x, int64_t n, const Parallel* inside, void* copy, double& origin) {
+// The same row in float; where that would take digits of z, less one of its entries.
+inline Row in_float(const Row& x, int64_t n, double tau, const Parallel* inside, void* copy, double& origin) {
   double first;
-  origin = *fetch(x, 0, 1, &first);
-  if (!(std::fabs(origin) < kHuge)) origin = 0;
+  const double size = std::fabs(origin = *fetch(x, 0, 1, &first));
+  if (!(size > 1e4 * tau && size < kHuge)) origin = 0;
   map<double>(x, n, inside, copy, Dtype::kFloat,
               [origin = origin](VecD v, int64_t, int) { return v - origin; });
   return {copy, Dtype::kFloat, 1};
@@ -46,7 +46,7 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
     const std::unique_ptr<double[]> own(threshold ? new double[spec.n] : nullptr);
     auto* room = static_cast<float*>(threshold ? own.get() : out);
     double origin = 0;
-    const Row row = is_double ? in_float(x, spec.n, spec.inside, room, origin) : x;
+    const Row row = is_double ? in_float(x, spec.n, tau, spec.inside, room, origin) : x;
     const auto [found, slope] =
         search(row, is_double ? room + spec.n : room, true, C::full_support ? C::last_step : 1e-3);
     t.hi += origin;
