@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 import khot
 
@@ -121,7 +121,8 @@ def test_costs_behind_the_ends_of_a_gap() -> None:
         costs[:, 0] = costs[:, 16] = 1
         v = torch.zeros(16, n)
         v[:, :16] = 1
-        budgets, gradients = costs[:, :16].double().sum(-1), []
+        budgets = costs[:, :16].double().sum(-1)
+        gradients: list[Tensor] = []
         for dtype in (torch.float32, torch.float64):
             budget = budgets.clone().requires_grad_()
             y = khot.soft_budget(x.to(dtype), costs.to(dtype), budget, cdf="normal")
