@@ -70,7 +70,7 @@ class DecidedRow {
   // be the least, but where it is many tau even float's rounding of it is.
   KHOT_APART bool write_decided(double about, bool nothing, void* grad_x, double& grad_k,
                                 double& grad_tau) const {
-    const double least = nothing ? nearest<double>().distance : about;
+    const double least = nothing && !in_double_ ? nearest<double>().distance : about;
     const double top = F_.template log_density<double>(splat(least / tau_))[0];
     // near the end of the exponent
     if (!nothing && top - std::log(tau_) <= (in_double_ ? -690 : -80)) return false;
