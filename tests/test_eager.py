@@ -23,7 +23,7 @@ from khot.cdfs import CDFName
 pytestmark = pytest.mark.skipif(not eager.in_use(), reason="the extension for small calls is not in use")
 
 CALLS = ("soft_topk", "hard_topk", "soft_count", "inverse_soft_count", "topk", "topk_mask")
-CDFS = ("logistic", "laplace", "normal", "uniform")
+CDFS = ("logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -185,7 +185,7 @@ def test_temperatures_are_those_of_the_ordinary_way(rows: str, tau: Any) -> None
             assert same(here, there), (output, dtype, here, there)
 
 
-@pytest.mark.parametrize("cdf", CDFS)
+@pytest.mark.parametrize("cdf", CDFS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_function
 def test_gradients_are_those_of_the_ordinary_way(cdf: Any, dtype: torch.dtype, output: str) -> None:
@@ -461,7 +461,7 @@ def test_what_is_not_plain_takes_the_ordinary_way(output: str) -> None:
         if output == "topk":
             operator(x, 0)
         else:
-            call(x, cdf=khot.cdfs.Power(1.5))
+            call(x, cdf=Wider())
         if output not in ("y", "log"):
             operator(x, 2, 0)
         if output in ("count", "threshold"):
@@ -646,7 +646,7 @@ class Wider(khot.cdfs.Logistic):
 
 
 @with_a_cdf
-@pytest.mark.parametrize("name", CDFS)
+@pytest.mark.parametrize("name", CDFS[:-1])
 def test_objects_of_the_cdfs_are_taken_like_their_names(name: CDFName, output: str) -> None:
     function, x = FUNCTIONS[output], scores(3, 9).requires_grad_()
     found = []
@@ -660,9 +660,7 @@ def test_objects_of_the_cdfs_are_taken_like_their_names(name: CDFName, output: s
 
 
 @with_a_cdf
-@pytest.mark.parametrize(
-    "cdf", [khot.cdfs.Power(1.5), Renamed(), Wider(), None, 3], ids=lambda cdf: type(cdf).__name__
-)
+@pytest.mark.parametrize("cdf", [Renamed(), Wider(), None, 3], ids=lambda cdf: type(cdf).__name__)
 def test_other_objects_are_left_to_the_ordinary_way(cdf: Any, output: str) -> None:
     function, x = FUNCTIONS[output], scores(3, 9)
     with answers(function.name) as answered:

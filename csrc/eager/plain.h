@@ -13,6 +13,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
@@ -187,11 +188,23 @@ inline bool named(PyObject* value, const char* name) {
   return PyUnicode_CheckExact(value) && PyUnicode_CompareWithASCIIString(value, name) == 0;
 }
 
-// A CDF without a parameter, by its name or as an object, which layers keep.
-inline std::optional<Cdf> cdf_of(PyObject* cdf) {
+// What stands for a CDF: its name and, for a power, p.
+struct CdfKey {
+  Cdf cdf;
+  double power;
+};
+
+// A CDF by its name or as an object, which layers keep; a power is an object.
+inline std::optional<CdfKey> cdf_of(PyObject* cdf) {
   for (const Named<Cdf>& one : kCdfs) {
-    if (one.choice == Cdf::kPower) continue;
-    if (named(cdf, one.name) || Py_TYPE(cdf) == class_of[static_cast<int>(one.choice)]) return one.choice;
+    if (Py_TYPE(cdf) == class_of[static_cast<int>(one.choice)]) {
+      if (one.choice != Cdf::kPower) return CdfKey{one.choice, 0};
+      THPObjectPtr p(PyObject_GetAttrString(cdf, "p"));
+      if (!p) throw python_error();
+      const auto power = number(p);
+      return power ? std::optional(CdfKey{one.choice, *power}) : std::nullopt;
+    }
+    if (one.choice != Cdf::kPower && named(cdf, one.name)) return CdfKey{one.choice, 0};
   }
   return std::nullopt;
 }

@@ -182,9 +182,10 @@ std::tuple<Tensor, Tensor, Tensor> vjp(const Tensor& grad, const Tensor& grad_lo
                                .findSchemaOrThrow("khot::soft_topk_vjp", "")
                                .typed<std::tuple<Tensor, Tensor, Tensor>(
                                    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                   const Tensor&, c10::string_view, c10::string_view)>();
+                                   const Tensor&, c10::string_view, double, c10::string_view)>();
   const Tensor taus = tau.each.defined() ? tau.each : at::full({}, tau.same, hi.options());
-  return call.call(grad, grad_lo, x, hi, lo, taus, name_of(spec.cdf, kCdfs), name_of(spec.output, kOutputs));
+  return call.call(grad, grad_lo, x, hi, lo, taus, name_of(spec.cdf, kCdfs), spec.power,
+                   name_of(spec.output, kOutputs));
 }
 
 class SoftTopk : public torch::autograd::Function<SoftTopk> {
@@ -205,9 +206,12 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     context->save_for_backward({x, serves ? y : Tensor(), hi, lo, problem.mask,
                                 problem.mask.defined() ? entries : Tensor(), problem.tau.each});
     if (*valid && problem.hard) y = hard_mask(entries, problem);
-    context->saved_data["problem"] = std::vector<double>{
-        static_cast<double>(problem.spec.cdf), static_cast<double>(problem.spec.output), problem.tau.same,
-        static_cast<double>(problem.k.learned()), static_cast<double>(problem.dim)};
+    context->saved_data["problem"] = std::vector<double>{static_cast<double>(problem.spec.cdf),
+                                                         static_cast<double>(problem.spec.output),
+                                                         problem.tau.same,
+                                                         static_cast<double>(problem.k.learned()),
+                                                         static_cast<double>(problem.dim),
+                                                         problem.spec.power};
     return {y, lo};
   }
 
@@ -217,7 +221,7 @@ class SoftTopk : public torch::autograd::Function<SoftTopk> {
     const Tensor &x = saved[0], &y = saved[1], &hi = saved[2], &lo = saved[3];
     const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
     const int64_t dim = static_cast<int64_t>(given[4]);
-    const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), 0,
+    const Spec spec{static_cast<Cdf>(static_cast<int>(given[0])), given[5],
                     static_cast<Output>(static_cast<int>(given[1])), x.size(dim), nullptr};
     const Argument tau{given[2], saved[6]};
     const bool learns_k = given[3] != 0;
@@ -305,11 +309,11 @@ Counts counts_of(const Tensor& x, double at, double tau) {
   return {1, Rows(x, *dtype_of(x)), Listed{nullptr, tau}, Listed{nullptr, at}};
 }
 
-CountSpec count_spec(const Tensor& x, Cdf cdf) {
-  return {{cdf, 0, Output::kValue, x.size(-1), nullptr}, 1, false};
+CountSpec count_spec(const Tensor& x, CdfKey F) {
+  return {{F.cdf, F.power, Output::kValue, x.size(-1), nullptr}, 1, false};
 }
 
-Tensor count(const Tensor& x, double at, double tau, Cdf cdf) {
+Tensor count(const Tensor& x, double at, double tau, CdfKey cdf) {
   const int64_t rows = x.numel() / x.size(-1);
   const Tensor scores = x.contiguous();
   c10::SmallVector<double, 64> counts(rows);
@@ -321,9 +325,9 @@ Tensor count(const Tensor& x, double at, double tau, Cdf cdf) {
 
 class SoftCount : public torch::autograd::Function<SoftCount> {
  public:
-  static Tensor forward(Context* context, const Tensor& x, double at, double tau, Cdf cdf) {
+  static Tensor forward(Context* context, const Tensor& x, double at, double tau, CdfKey cdf) {
     context->save_for_backward({x});
-    context->saved_data["problem"] = std::vector<double>{at, tau, static_cast<double>(cdf)};
+    context->saved_data["problem"] = std::vector<double>{at, tau, static_cast<double>(cdf.cdf), cdf.power};
     return count(x, at, tau, cdf);
   }
 
@@ -331,14 +335,14 @@ class SoftCount : public torch::autograd::Function<SoftCount> {
     const Tensor x = context->get_saved_variables()[0], &grad = grads[0];
     const std::vector<double> given = context->saved_data["problem"].toDoubleVector();
     const double at = given[0], tau = given[1];
-    const Cdf cdf = static_cast<Cdf>(static_cast<int>(given[2]));
+    const CdfKey cdf{static_cast<Cdf>(static_cast<int>(given[2])), given[3]};
     if (at::GradMode::is_enabled() || !plain_state() || !plain_tensor(grad) || !plain_tensor(x)) {
       // the formulas of khot/_ops/soft_count.py, in operations that can be differentiated and mapped
       static const auto vjp =
           c10::Dispatcher::singleton()
               .findSchemaOrThrow("khot::soft_count_vjp", "")
-              .typed<Tensor(const Tensor&, const Tensor&, double, double, c10::string_view)>();
-      return {vjp.call(grad, x, at, tau, name_of(cdf, kCdfs)), Tensor(), Tensor(), Tensor()};
+              .typed<Tensor(const Tensor&, const Tensor&, double, double, c10::string_view, double)>();
+      return {vjp.call(grad, x, at, tau, name_of(cdf.cdf, kCdfs), cdf.power), Tensor(), Tensor(), Tensor()};
     }
     RECORD_FUNCTION("khot::soft_count_backward", std::vector<c10::IValue>());
     Tensor result = at::empty(x.sizes(), x.options());
@@ -357,7 +361,7 @@ class SoftCount : public torch::autograd::Function<SoftCount> {
 struct Levelled {
   const Tensor* x = nullptr;
   double level, tau;
-  Cdf cdf;
+  CdfKey cdf;
 };
 
 // (input, level, dim, tau, cdf)
@@ -469,7 +473,7 @@ PyObject* on_cpu(PyObject* const* args, bool hard) {
   const auto cdf = cdf_of(args[4]);
   if (!k || !tau || !cdf) Py_RETURN_NONE;
   const Output output = args[8] == Py_True ? Output::kLog : Output::kValue;
-  Problem problem{{*cdf, 0, output, x->size(dim), nullptr}, *k, *tau, Tensor(), hard, dim};
+  Problem problem{{cdf->cdf, cdf->power, output, x->size(dim), nullptr}, *k, *tau, Tensor(), hard, dim};
   if (mask.defined() && !suits(mask, *x, dim)) Py_RETURN_NONE;
   problem.mask = mask;
   Tensor y = solve(*x, problem);
@@ -520,8 +524,9 @@ PyObject* inverse_soft_count(PyObject*, PyObject* const* args, Py_ssize_t given)
   HANDLE_TH_ERRORS
   const Levelled call = levelled(args, given);
   if (call.x == nullptr || !(call.level > 0 && call.level <= call.x->size(-1))) Py_RETURN_NONE;
-  Tensor t = solve(*call.x,
-                   {{call.cdf, 0, Output::kThreshold, call.x->size(-1), nullptr}, {call.level}, {call.tau}});
+  Tensor t = solve(*call.x, {{call.cdf.cdf, call.cdf.power, Output::kThreshold, call.x->size(-1), nullptr},
+                             {call.level},
+                             {call.tau}});
   if (!t.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(t));
   END_HANDLE_TH_ERRORS

@@ -75,7 +75,8 @@ def load() -> tuple[str | None, str]:
         reason = " ".join(str(error).split())
         return None, f"{path} does not load, {_SLOWER}: {reason}; install khot again"
     library = ctypes.CDLL(path)
-    eager.load(library, {name: type(cdfs.resolve(name)) for name in get_args(cdfs.CDFName)})
+    named = {name: type(cdfs.resolve(name)) for name in get_args(cdfs.CDFName)}
+    eager.load(library, named | {cdfs.Power.name: cdfs.Power})
     isa = library.khot_isa
     isa.restype = ctypes.c_char_p
     return isa().decode(), ""

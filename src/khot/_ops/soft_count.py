@@ -74,13 +74,13 @@ _soft_count = define("soft_count", kernels.soft_count, _fake, _Rule, spread=True
 _soft_count_backward = define("soft_count_backward", kernels.soft_count_backward, _backward_fake, spread=True)
 
 torch.library.define(
-    "khot::soft_count_vjp", "(Tensor grad, Tensor x, float at, float tau, str cdf) -> Tensor"
+    "khot::soft_count_vjp", "(Tensor grad, Tensor x, float at, float tau, str cdf, float shape) -> Tensor"
 )
 
 
 @torch.library.impl("khot::soft_count_vjp", "CompositeImplicitAutograd")
-def _differentiable(grad: Tensor, x: Tensor, at: float, tau: float, cdf: str) -> Tensor:
+def _differentiable(grad: Tensor, x: Tensor, at: float, tau: float, cdf: str, shape: float) -> Tensor:
     """The gradient of x, for plain calls (:mod:`khot._core.eager`) that are differentiated twice."""
     level = torch.full((*x.shape[:-1], 1), at, dtype=wide_dtype(x.device))
     scale = torch.full((), tau, dtype=wide_dtype(x.device))
-    return kernels.soft_count_backward(grad.unsqueeze(-1), x, level, scale, cdf, 0.0, False)[0]
+    return kernels.soft_count_backward(grad.unsqueeze(-1), x, level, scale, cdf, shape, False)[0]

@@ -120,16 +120,24 @@ _soft_topk_backward = define("soft_topk_backward", kernels.soft_topk_backward, "
 
 torch.library.define(
     "khot::soft_topk_vjp",
-    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, str output)"
+    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape, str output)"
     " -> (Tensor, Tensor, Tensor)",
 )
 
 
 @torch.library.impl("khot::soft_topk_vjp", "CompositeImplicitAutograd")
 def _differentiable(
-    grad: Tensor, grad_lo: Tensor, x: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, cdf: str, output: str
+    grad: Tensor,
+    grad_lo: Tensor,
+    x: Tensor,
+    hi: Tensor,
+    lo: Tensor,
+    tau: Tensor,
+    cdf: str,
+    shape: float,
+    output: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, k and τ, for calls of :mod:`khot._core.eager` that are differentiated twice."""
-    solved = Solved(x, None, hi, lo, tau, cdfs.resolve(cdf), output, False, False, HERE)
+    solved = Solved(x, None, hi, lo, tau, cdfs.resolve(cdf, shape), output, False, False, HERE)
     dx, _, dk, dtau = implicit.vjp(grad, grad_lo, solved)
     return dx, dk, dtau
