@@ -14,9 +14,7 @@
 //   log_fits_float      log F in float has no larger error than z. A pass over the scores (float or double)
 //                       then keeps log_state(z), from which log_slope(state, f) has f/F and f; a state of 0
 //                       has zeros
-//   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials; and
-//                       two_values_close(v, w) is the sum of F where the odds are 2^v and where they are 2^w,
-//                       in double with an error of 1e-10 f, for abs(v) and abs(w) up to 400
+//   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials
 //   rise_is_product     with value_from_odds: from_odds(odds, rest) is y, and `rest` is 1 - y, both to the
 //                       last digit; and rise() is F(b) - F(a) for a < b, which are given as y and 1 - y, and
 //                       `share` = 1 - exp(a - b), without a difference of numbers that are nearly equal
@@ -142,11 +140,6 @@ struct Logistic : FullSupport<Logistic> {
     const VecD e = exp2_close(clamp_below<double>(a * -kLog2E, -1000)), tail = e * inverse_close(1 + e);
     return {tail, tail - tail * tail};
   }
-  // 1/b + 1/c with one division.
-  static KHOT_INLINE VecD two_values_close(VecD v, VecD w) {
-    const VecD b = 1 + exp2_close(v), c = 1 + exp2_close(w);
-    return (b + c) * inverse_close(b * c);
-  }
   // f = e/(1 + e)^2, and 0 where that is below 1e-37.
   template <class R>
   KHOT_INLINE Vec<R> density(Vec<R> z) const {
@@ -231,10 +224,9 @@ struct Laplace : FullSupport<Laplace> {
     const Vec<R> half = exp_minus<R>(a) / 2;
     return {half, half};
   }
-  static KHOT_INLINE VecD two_values_close(VecD v, VecD w) { return value_close(v) + value_close(w); }
-  static KHOT_INLINE VecD value_close(VecD v) {
-    const VecD half = 0.5 * exp2_close(-abs<double>(v));
-    return v < 0 ? 1 - half : half;
+  static KHOT_INLINE TailDensity<double> tail_density_close(VecD a) {
+    const VecD half = 0.5 * exp2_close(clamp_below<double>(a * -kLog2E, -1000));
+    return {half, half};
   }
   // f, with the sign of z.
   template <class V>

@@ -4,14 +4,12 @@
 
 #include <cmath>
 #include <memory>
-#include <utility>
 
 #include "soft_topk/apply.h"
 #include "soft_topk/careful.h"
 #include "soft_topk/in_double.h"
 #include "soft_topk/lanes.h"
 #include "soft_topk/ordinary.h"
-#include "soft_topk/polish.h"
 #include "soft_topk/wide.h"
 
 namespace khot::KHOT_ISA {
@@ -36,10 +34,8 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   auto search = [&](const Row& row, void* room, bool t_alone, double last) {
     const FlushSubnormals flush;
     OrdinarySolver<C> ordinary(row, spec.n, tau, F, spec.inside);
-    if (t_alone ? ordinary.approach(k, goal, t, last) : ordinary.solve(k, goal, t, room))
-      return std::pair(true, ordinary.slope());
-    const WideSolver<C> wide(row, spec.n, tau, F, spec.inside, ordinary.spread());
-    return std::pair(wide.solve(k, t, room, t_alone), 0.0);
+    if (t_alone ? ordinary.approach(k, goal, t, last) : ordinary.solve(k, goal, t, room)) return true;
+    return WideSolver<C>(row, spec.n, tau, F, spec.inside, ordinary.spread()).solve(k, t, room, t_alone);
   };
   auto in_double = [&] {
     const bool is_double = x.dtype == Dtype::kDouble, threshold = spec.output == Output::kThreshold;
@@ -47,15 +43,15 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
     auto* room = static_cast<float*>(threshold ? own.get() : out);
     double origin = 0;
     const Row row = is_double ? in_float(x, spec.n, tau, spec.inside, room, origin) : x;
-    const auto [found, slope] =
+    const bool found =
         search(row, is_double ? room + spec.n : room, true, C::full_support ? C::last_step : 1e-3);
     t.hi += origin;
-    return found && finish(spec, F, x, k, tau, slope, t, out);
+    return found && DoubleRow<C>(spec, F, x, k, tau).finish(t, out);
   };
   const bool by_float = float_carries(spec, F, x.dtype, tau);
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
-  } else if (by_float ? search(x, out, log, OrdinarySolver<C>::kLastUnchecked).first
+  } else if (by_float ? search(x, out, log, OrdinarySolver<C>::kLastUnchecked)
                       : float_may_search(F, tau) && in_double()) {
     if (by_float && log) apply<float>(spec, F, x, t, tau, out);
     return;
@@ -96,7 +92,7 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
         if (!done[j]) continue;
         const int64_t i = first + j;
         Threshold t = lanes.threshold(j);
-        done[j] = finish(spec, F, rows.x(i), rows.k(i), rows.tau(i), lanes.slope(j), t, rows.out(i));
+        done[j] = DoubleRow<C>(spec, F, rows.x(i), rows.k(i), rows.tau(i)).finish(t, rows.out(i));
         rows.put(i, t);
       }
     };

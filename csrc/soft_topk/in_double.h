@@ -6,15 +6,47 @@
 #include <cmath>
 
 #include "soft_topk/apply.h"
-#include "soft_topk/polish.h"
+#include "soft_topk/gap.h"
 
 namespace khot::KHOT_ISA {
+
+struct RootSums {
+  double m = 0, tails = 0, f = 0;  // as OrdinarySums
+  void operator+=(const RootSums& o) { m += o.m, tails += o.tails, f += o.f; }
+};
+
+// The sums at t, with a relative error of 1e-10 if `close`; y is written unless it is null.
+template <bool kClose, class C>
+RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, Threshold t,
+                   double* y = nullptr) {
+  const double scale = 1 / tau;
+  return reduce<double, RootSums>(x, n, inside, [=](RootSums& sums, const double* p, int count, int64_t at) {
+    VecD m{}, tails{}, f{};
+    vectors<double>(p, count, -kInfinity, [&](VecD v, int i, int lanes) {
+      const VecD z = ((v - t.hi) - t.lo) * scale;
+      const IntD above = z > F.median;
+      TailDensity<double> here;
+      if constexpr (kClose) {
+        here = F.split_close(z);
+      } else {
+        here = F.template split<double>(z, above);
+      }
+      m += above ? splat(1.0) : VecD{};
+      tails += above ? -here.tail : here.tail;
+      // what rounding leaves undecided at the end of a gap tells no slope
+      if constexpr (!C::full_support) here.density = (z > 1e-6) & (z < 1 - 1e-6) ? here.density : VecD{};
+      f += here.density;
+      if (y != nullptr) store_beside(y + at, i, lanes, above ? 1 - here.tail : here.tail);
+    });
+    sums.m += sum<double>(m), sums.tails += sum<double>(tails), sums.f += sum<double>(f);
+  });
+}
 
 template <class C>
 class DoubleRow {
  public:
   DoubleRow(const Spec& spec, const C& F, const Row& x, double k, double tau)
-      : spec_(spec), F_(F), x_(x), k_(k), tau_(tau) {}
+      : spec_(spec), F_(F), x_(x), k_(k), tau_(tau), is_float_(x.dtype != Dtype::kDouble) {}
 
   // Returns whether t is now as near to the root as promised. Then out holds what is wanted.
   KHOT_APART bool finish(Threshold& t, void* out) const {
@@ -22,7 +54,7 @@ class DoubleRow {
     // log y under compact support needs the digits of z, which is small where k is
     if (!C::full_support && spec_.output == Output::kLog && k_ < 1e-6) return false;
     for (int pass = 0; pass < (C::full_support ? kPasses : kCompactPasses); ++pass) {
-      const RootSums s = root_sums<false>(x_, spec_.n, tau_, F_, spec_.inside, t, y);
+      const RootSums s = sums(t, y);
       const bool decided = C::full_support ? s.f < kFaint : s.f == 0 && s.tails == 0;
       if (decided && s.m == k_) return balance<C>(x_, spec_.n, spec_.inside, tau_, t) && write(t, out);
       const double h = miss(s) / s.f;
@@ -31,16 +63,24 @@ class DoubleRow {
       if constexpr (C::full_support) {
         if (y != nullptr && std::fabs(h) < (s.f > 1e-2 ? kShort : kLast)) return follow(h, t, y);
       }
-      if (std::fabs(h) > kLast) continue;
+      if (std::fabs(h) > (is_float_ ? kLastOfFloat : kLast)) continue;
       return write(t, out);
     }
     return false;
   }
 
  private:
+  RootSums sums(Threshold t, double* y) const {
+    if constexpr (C::full_support) {
+      if (is_float_) return root_sums<true>(x_, spec_.n, tau_, F_, spec_.inside, t);
+    }
+    return root_sums<false>(x_, spec_.n, tau_, F_, spec_.inside, t, y);
+  }
+
   static constexpr int kPasses = 4, kCompactPasses = 6;
   // What is left after a step is its square; but compact support has kinks.
   static constexpr double kLast = C::full_support ? 2e-8 : 1e-12;
+  static constexpr double kLastOfFloat = C::full_support ? 1e-5 : kLast;
   // After so short a step y follows, with a sum that tells what is left, unless little is undecided. After
   // 1000 times as much the error in y is 1e-7, and it falls at least with its second power. A normal tail at
   // z is off by (z h)^2, and z is 38 at most.
@@ -92,24 +132,13 @@ class DoubleRow {
   const C& F_;
   Row x_;
   double k_, tau_;
+  bool is_float_;
 };
 
 // Whether float may look for the threshold of such rows.
 template <class C>
 bool float_may_search(const C& F, double tau) {
   return F.fits_float && tau > 1e-25 && tau < 1e25;
-}
-
-// Gives the threshold the digits that are wanted of it, and writes what is wanted there. The slope is that of
-// the count at t. Returns false where t was too far from the root.
-template <class C>
-bool finish(const Spec& spec, const C& F, const Row& x, double k, double tau, double slope, Threshold& t,
-            void* out) {
-  if constexpr (C::full_support) {
-    if (spec.output == Output::kThreshold && x.dtype != Dtype::kDouble)
-      return polish(x, spec.n, tau, F, spec.inside, k, slope, t);
-  }
-  return DoubleRow<C>(spec, F, x, k, tau).finish(t, out);
 }
 
 }  // namespace khot::KHOT_ISA

@@ -67,15 +67,12 @@ class LaneSolver : public SharpCounts<C> {
 
   // The threshold of row first + j, where that was ordinary.
   Threshold threshold(int j) const { return {hi_[j], lo_[j]}; }
-  // The sum of f there, or 0 where the search has ended without a pass.
-  double slope(int j) const { return slope_[j]; }
 
   // The step in t/tau. Rows that are not ordinary are no longer good and do not move.
   VecF step(const Sums& s) {
     const CountSums<VecF> sums{k_ + s.miss, left_ - s.miss, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5};
     VecF h = step_by(s, sums);
     good &= abs<float>(h) < 50;
-    slope_ = slope_after(h, sums);
     return good ? h : VecF{};
   }
 
@@ -161,7 +158,7 @@ class LaneSolver : public SharpCounts<C> {
     const auto [own, normal] = quantiles(goal);
     const VecF quantile = normal + (own - normal) * (noise / total);
     hi_ = origin + (off - tau_ * (static_cast<float>(F_.mean) + quantile * deviation));
-    lo_ = slope_ = VecF{};
+    lo_ = VecF{};
     usual_ = few_ / deviation;
     if constexpr (!C::full_support) held_.start(usual_);
     Passes::forget();
@@ -174,7 +171,6 @@ class LaneSolver : public SharpCounts<C> {
   }
 
   void start_between(IntF sharp) {
-    slope_ = VecF{};
     Passes::start_between(sharp);
     if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : usual_);
   }
@@ -228,7 +224,7 @@ class LaneSolver : public SharpCounts<C> {
 
   Output output_;
   float last_;
-  VecF k_{}, free_{}, left_{}, few_{}, slope_{};
+  VecF k_{}, free_{}, left_{}, few_{};
   VecF usual_{};  // about the sum of f at the threshold
   CompactSteps held_;
 };

@@ -42,9 +42,6 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     return !wide_ && search(guess, k, last, C::value_from_odds, t, nullptr);
   }
 
-  // The sum of f at the threshold that was found.
-  double slope() const { return slope_; }
-
   // What is written at a threshold of approach() has no sum that could be checked, as log y, so that the last
   // step has to be shorter.
   static constexpr double kLastUnchecked =
@@ -78,7 +75,6 @@ class OrdinarySolver : public RowPasses<C, Unit> {
     good = !stores_ || Passes::enough(s);
     const double h = refined_step<C, ScalarArithmetic>(sums, k_, n, std::min(k_, n - k_), good);
     good &= std::fabs(h) < 50;
-    slope_ = slope_after(h, sums);
     return h;
   }
 
@@ -211,7 +207,7 @@ class OrdinarySolver : public RowPasses<C, Unit> {
   }
 
   double k_ = 0, few_ = 0;  // few_: min(k, n - k) over the entries that may be selected
-  double last_ = 0, slope_ = 0;
+  double last_ = 0;
   Spread spread_;
   bool wide_ = false;
 };
