@@ -34,13 +34,6 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
   auto done = [&](const auto& density, const Row& source) {
     return ordinary(density, source) == Gradients::kWritten;
   };
-  if (log) {
-    if constexpr (C::log_fits_float) {
-      if (fast && done(LogDensity<float, C>(F, t, tau), x)) return;
-      if (in_double && done(LogDensity<double, C>(F, t, tau), x)) return;
-    }
-    return backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
-  }
   // Rows whose entries are all decided; under compact support these are flat.
   auto write_decided = [&](Gradients gradients) {
     if constexpr (C::full_support) {
@@ -52,6 +45,14 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
     clear(grad_x, x.dtype, spec.n);
     return true;
   };
+  if (log) {
+    if constexpr (C::log_fits_float) {
+      if (fast && done(LogDensity<float, C>(F, t, tau), x)) return;
+      if (write_decided(Gradients::kUnreliable)) return;
+      if (in_double && done(LogDensity<double, C>(F, t, tau), x)) return;
+    }
+    return backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
+  }
   if (fast) {
     if constexpr (C::density_from_value) {
       if (!threshold && y.data != nullptr && done(ValueDensity<C>(F, t, tau), y)) return;

@@ -1,13 +1,12 @@
-// The gradients of y in rows of which no entry is near t, so that all densities are small: with weights
-// relative to the largest of them. Where even that, divided by tau, is 0 in the row's dtype, so are dL/dx and
-// dL/dtau.
+// The gradients of y and log y in rows of which no entry is near t, so that all densities are small: with
+// weights relative to the largest of them. Where even that, divided by tau, is 0 in the row's dtype, so are
+// dL/dx and dL/dtau of y. In log y entries below t move with their score, as f/F is 1 there.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
-#include "cdfs.h"
-#include "simd/passes.h"
+#include "soft_topk/gap.h"
 
 namespace khot::KHOT_ISA {
 
@@ -15,26 +14,36 @@ template <class C>
 class DecidedRow {
  public:
   DecidedRow(const Spec& spec, const C& F, const Row& x, const Row& grad, double tau, Threshold t)
-      : spec_(spec), F_(F), x_(x), grad_(grad), tau_(tau), t_(t), in_double_(x.dtype == Dtype::kDouble) {}
+      : spec_(spec),
+        F_(F),
+        x_(x),
+        grad_(grad),
+        tau_(tau),
+        t_(t),
+        in_double_(x.dtype == Dtype::kDouble),
+        log_(spec.output == Output::kLog) {}
 
-  // Of the entry that is nearest to t, and of the largest incoming gradient, their sizes.
+  // The entries that are nearest to t, and the size of the largest incoming gradient, for log y of those
+  // below t.
   struct Nearest {
-    double distance = kInfinity, steepest = 0;
-    void operator+=(const Nearest& o) {
-      distance = std::min(distance, o.distance), steepest = std::max(steepest, o.steepest);
-    }
+    Edges at;
+    double steepest = 0;
+    void operator+=(const Nearest& o) { at += o.at, steepest = std::max(steepest, o.steepest); }
+    double distance(Threshold t) const { return std::min(at.up - t.hi - t.lo, t.hi - at.down + t.lo); }
   };
   // The same of what comes to each lane.
   template <class R>
-  static KHOT_INLINE void find_nearest(const R* p, const R* g, int count, Threshold t, Vec<R>& distance,
-                                       Vec<R>& steepest) {
+  static KHOT_INLINE void find_nearest(const R* p, const R* g, int count, Threshold t, bool log, Vec<R>& up,
+                                       Vec<R>& down, Vec<R>& steepest) {
     const R hi = static_cast<R>(t.hi), lo = static_cast<R>((t.hi - hi) + t.lo);
-    distance = splat(kInf<R>), steepest = Vec<R>{};
+    up = splat(kInf<R>), down = -up, steepest = Vec<R>{};
     vectors<R>(p, count, -kInf<R>, [&](Vec<R> v, int i, int lanes) {
-      const Vec<R> d = abs<R>((v - hi) - lo), own = abs<R>(beside(g, i, lanes));
+      const Vec<R> off = (v - hi) - lo, own = abs<R>(beside(g, i, lanes));
       const Vec<R> size = own < kInf<R> ? own : splat(kInf<R>);  // not NaN, which would be lost
-      distance = d < distance ? d : distance;
-      steepest = size > steepest ? size : steepest;
+      up = (off > 0) & (v < up) ? v : up;
+      down = (off <= 0) & (v > down) ? v : down;
+      const Int<R> counts = log ? (off < 0) & (off > -kInf<R>) : Int<R>{} == 0;
+      steepest = counts & (size > steepest) ? size : steepest;
     });
   }
 
@@ -52,55 +61,65 @@ class DecidedRow {
     return finite & (F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < end);
   }
   static constexpr float kZero = -105;  // e to its power is 0 in float
+  // Whether the gradients of log y below t are so large that those above t are nothing beside them.
+  template <class R>
+  static KHOT_INLINE Int<R> outweighs(Vec<R> steepest, Vec<R> tau) {
+    return steepest / tau > static_cast<R>(1e-20);
+  }
 
   // Whether the row's dtype carries such gradients, and they are written. The numbers are left at 0 unless
   // they are asked for.
   KHOT_APART bool write(void* grad_x, bool asked, double& grad_k, double& grad_tau) const {
     grad_k = grad_tau = 0;
     const Nearest about = in_double_ ? nearest<double>() : nearest<float>();
-    const VecD distance = splat(about.distance), steepest = splat(about.steepest), tau = splat(tau_);
+    const VecD distance = splat(about.distance(t_)), steepest = splat(about.steepest), tau = splat(tau_);
     if (!is_decided<double>(F_, distance, splat(t_.hi), tau)[0]) return false;
-    const bool nothing = is_nothing<double>(F_, distance, steepest, tau, in_double_ ? -750 : kZero)[0];
-    if (asked || !nothing) return write_decided(about.distance, nothing, grad_x, grad_k, grad_tau);
+    const bool nothing = log_ ? !asked && outweighs<double>(steepest, tau)[0]
+                              : is_nothing<double>(F_, distance, steepest, tau, in_double_ ? -750 : kZero)[0];
+    if (asked || !nothing || log_) return write_decided(distance[0], nothing, grad_x, grad_k, grad_tau);
     clear(grad_x, x_.dtype, spec_.n);
     return true;
   }
 
-  // The same with the numbers, for rows that are decided. The distance that weights are relative to need not
-  // be the least, but where it is many tau even float's rounding of it is.
+  // The same with the numbers, for rows that are decided. `nothing` says that what all densities add to the
+  // gradients is. The distance that weights are relative to need not be the least, but where it is many tau
+  // even float's rounding of it is.
   KHOT_APART bool write_decided(double about, bool nothing, void* grad_x, double& grad_k,
                                 double& grad_tau) const {
-    const double least = nothing && !in_double_ ? nearest<double>().distance : about;
+    const double least = nothing && !in_double_ && !log_ ? nearest<double>().distance(t_) : about;
     const double top = F_.template log_density<double>(splat(least / tau_))[0];
+    const double height = top - std::log(tau_), most = std::exp(height);
     // near the end of the exponent
-    if (!nothing && top - std::log(tau_) <= (in_double_ ? -690 : -80)) return false;
-    const Sums s = sums(least);
-    grad_k = s.wv / s.w;
-    if (nothing) {
+    if (!nothing && height <= (in_double_ || log_ ? -690 : -80)) return false;
+    const double inner = log_ ? most : 1, outer = log_ ? 1 : most;
+    const Sums s = sums(least, inner);
+    const double offset = s.u / s.w;
+    grad_k = offset / inner;
+    if (nothing && !log_) {
       clear(grad_x, x_.dtype, spec_.n);
       return true;
     }
-    const double factor = std::exp(top) / tau_, offset = grad_k;
-    grad_tau = factor * (s.wv * (s.wz / s.w) - s.wzv);
+    grad_tau = outer * (offset * s.wz - s.uz);
     map_beside<double>(x_, grad_, spec_.n, spec_.inside, grad_x, x_.dtype, [&](VecD v, VecD g) {
-      return weight(abs<double>((v - t_.hi) - t_.lo), least) * (factor * (g - offset));
+      const VecD d = (v - t_.hi) - t_.lo, own = weight(abs<double>(d), least);
+      return outer * (pulled(d, own, g, inner) - own * offset);
     });
     return true;
   }
 
  private:
   struct Sums {
-    double w = 0, wv = 0, wz = 0, wzv = 0;
-    void operator+=(const Sums& o) { w += o.w, wv += o.wv, wz += o.wz, wzv += o.wzv; }
+    double w = 0, u = 0, wz = 0, uz = 0;
+    void operator+=(const Sums& o) { w += o.w, u += o.u, wz += o.wz, uz += o.uz; }
   };
 
   template <class R>
   Nearest nearest() const {
     return reduce<R, Nearest>(x_, spec_.n, spec_.inside, [&](Nearest& s, const R* p, int count, int64_t at) {
       R buffer[kBlock];
-      Vec<R> distance, steepest;
-      find_nearest<R>(p, fetch(grad_, at, count, buffer), count, t_, distance, steepest);
-      s += {minimum<R>(distance), maximum<R>(steepest)};
+      Vec<R> up, down, steepest;
+      find_nearest<R>(p, fetch(grad_, at, count, buffer), count, t_, log_, up, down, steepest);
+      s += {{minimum<R>(up), maximum<R>(down)}, maximum<R>(steepest)};
     });
   }
 
@@ -112,19 +131,27 @@ class DecidedRow {
     return exp<double>(-a);
   }
 
-  Sums sums(double least) const {
+  // The incoming gradient by the weight or, for log y, by f/(F tau).
+  KHOT_INLINE VecD pulled(VecD d, VecD own, VecD incoming, double inner) const {
+    const VecD u = own * incoming * inner;
+    if (!log_) return u;
+    return abs<double>(d) < kInf<double> ? (d < 0 ? incoming / tau_ : u) : VecD{};
+  }
+
+  Sums sums(double least, double inner) const {
     const double hi = t_.hi, lo = t_.lo, scale = 1 / tau_;
     return reduce<double, Sums>(
         x_, spec_.n, spec_.inside, [&](Sums& s, const double* p, int count, int64_t at) {
           double buffer[kBlock];
           const double* g = fetch(grad_, at, count, buffer);
-          VecD w{}, wv{}, wz{}, wzv{};
+          VecD w{}, u{}, wz{}, uz{};
           vectors<double>(p, count, -kInf<double>, [&](VecD v, int i, int lanes) {
             const VecD d = (v - hi) - lo, own = weight(abs<double>(d), least), incoming = beside(g, i, lanes);
-            const VecD own_z = own > 0 ? own * (d * scale) : VecD{};
-            w += own, wv += own * incoming, wz += own_z, wzv += own_z * incoming;
+            const VecD z = d * scale, own_u = pulled(d, own, incoming, inner);
+            w += own, u += own_u;
+            wz += own > 0 ? own * z : VecD{}, uz += own_u != 0 ? own_u * z : VecD{};
           });
-          s.w += sum<double>(w), s.wv += sum<double>(wv), s.wz += sum<double>(wz), s.wzv += sum<double>(wzv);
+          s.w += sum<double>(w), s.u += sum<double>(u), s.wz += sum<double>(wz), s.uz += sum<double>(uz);
         });
   }
 
@@ -133,7 +160,7 @@ class DecidedRow {
   Row x_, grad_;
   double tau_;
   Threshold t_;
-  bool in_double_;
+  bool in_double_, log_;
 };
 
 }  // namespace khot::KHOT_ISA

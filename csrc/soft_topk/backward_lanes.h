@@ -29,7 +29,7 @@ class LaneBackward {
     std::fill_n(done, width, false);
     int decided = 0;
     if constexpr (C::full_support) {
-      if (decided_ && output_ == Output::kValue) decided = write_decided(rows, first, done);
+      if (decided_) decided = write_decided(rows, first, done);
       if (decided == width) return;
     }
     if constexpr (C::density_from_value) {
@@ -40,12 +40,13 @@ class LaneBackward {
       }
     }
     const auto scores = [&](int64_t row) { return rows.x(row); };
-    if constexpr (C::log_fits_float) {
-      if (output_ == Output::kLog) return run<LogDensity<float, C>>(rows, first, done, scores);
+    if (output_ != Output::kLog) {
+      run<ScoreDensity<float, C>>(rows, first, done, scores);
+    } else if constexpr (C::log_fits_float) {
+      run<LogDensity<float, C>>(rows, first, done, scores);
     }
-    run<ScoreDensity<float, C>>(rows, first, done, scores);
     if constexpr (C::full_support) {
-      if (output_ == Output::kValue) decided_ = 2 * (decided + write_decided(rows, first, done)) > width;
+      if (output_ != Output::kThreshold) decided_ = 2 * (decided + write_decided(rows, first, done)) > width;
     }
   }
 
@@ -56,8 +57,9 @@ class LaneBackward {
 
   template <class Density>
   KHOT_INLINE Density density(Threshold t, double tau, int j) const {
-    if constexpr (std::is_same_v<Density, RelativeDensity<C>>) {
-      return {F_, t, tau, distance_[j], most_[j]};
+    if constexpr (std::is_same_v<Density, RelativeDensity<C, false>> ||
+                  std::is_same_v<Density, RelativeDensity<C, true>>) {
+      return {F_, t, tau, gaps_[j]};
     } else {
       return {F_, t, tau};
     }
@@ -114,8 +116,8 @@ class LaneBackward {
       }
       if (loses_products(mass[j], v_sum[j], Row{grads[j], Dtype::kFloat, 1}, n_, nullptr)) continue;
       done[j] = true;
-      rows.put(first + j, grad_k[j], grad_tau[j]);
       const Density row = density<Density>(t[j], tau[j], j);
+      rows.put(first + j, row.of_k(grad_k[j]), grad_tau[j]);
       float* const target = direct ? static_cast<float*>(rows.grad_x(first + j)) : x_;
       const float offset = grad_k[j];  // dL/dx = f (v - mean)/tau + f grad_lo/sum f
       vectors<float>(grads[j], n_, 0.0f, [&](VecF v, int i, int lanes) {
@@ -129,29 +131,47 @@ class LaneBackward {
   // Those of the rows that are not done, as far as all their entries are decided; how many these are.
   KHOT_APART int write_decided(const BackwardRows& rows, int64_t first, bool* done) {
     using Decided = DecidedRow<C>;
+    const bool logs = output_ == Output::kLog;
     if (std::find(done, done + width, false) == done + width) return 0;
-    VecF nearest[width], largest[width], hi{}, taus = splat(1.0f);
+    VecF ups[width], downs[width], largest[width], hi{}, taus = splat(1.0f), distance{};
+    bool asks[width];
     for (int j = 0; j < width; ++j) {
-      nearest[j] = largest[j] = VecF{};
+      ups[j] = downs[j] = largest[j] = VecF{};
       const double tau = rows.tau(first + j);
       const Threshold t = rows.threshold(first + j);
-      if (done[j] || !fits_float(t, tau) || rows.grad_lo(first + j) != 0) continue;
+      asks[j] = !done[j] && fits_float(t, tau) && rows.grad_lo(first + j) == 0;
+      if (!asks[j]) continue;
       const float *x = fetch(rows.x(first + j), 0, n_, x_), *g = fetch(rows.grad(first + j), 0, n_, grads_);
-      Decided::template find_nearest<float>(x, g, n_, t, nearest[j], largest[j]);
+      Decided::template find_nearest<float>(x, g, n_, t, logs, ups[j], downs[j], largest[j]);
       hi[j] = static_cast<float>(t.hi), taus[j] = static_cast<float>(tau);
     }
-    const VecF distance = joined(nearest, [](VecF a, VecF b) { return a < b ? a : b; });
-    const VecF steepest = joined(largest, [](VecF a, VecF b) { return a > b ? a : b; });
+    const auto least = [](VecF a, VecF b) { return a < b ? a : b; };
+    const auto most_of = [](VecF a, VecF b) { return a > b ? a : b; };
+    const VecF up = joined(ups, least), down = joined(downs, most_of), steepest = joined(largest, most_of);
+    for (int j = 0; j < width; ++j) {
+      if (!asks[j]) continue;
+      const Threshold t = rows.threshold(first + j);
+      const double above = up[j] - t.hi - t.lo, below = t.hi - down[j] + t.lo,
+                   nearest = std::min(above, below);
+      const double scale = 1 / rows.tau(first + j);
+      gaps_[j] = {up[j], down[j], static_cast<float>((above - nearest) * scale),
+                  static_cast<float>((below - nearest) * scale)};
+      distance[j] = static_cast<float>(nearest);
+    }
     const bool asked = rows.keeps_numbers();
     const IntF decided = Decided::template is_decided<float>(F_, distance, hi, taus);
-    const IntF nothing = Decided::template is_nothing<float>(F_, distance, steepest, taus, Decided::kZero);
-    distance_ = distance / taus;
-    const VecF height = F_.template log_density<float>(distance_) - log<float>(taus);
-    most_ = exp<float>(height);
-    const IntF carried = decided & ~nothing & (height > -80);  // by float's exponent
+    const IntF nothing =
+        logs ? IntF{} : Decided::template is_nothing<float>(F_, distance, steepest, taus, Decided::kZero);
+    const VecF away = distance / taus, height = F_.template log_density<float>(away) - log<float>(taus);
+    const VecF most = exp<float>(height);
+    const IntF low = logs && !asked ? Decided::template outweighs<float>(steepest, taus) : IntF{};
+    const IntF carried = decided & ~nothing & ((height > -80) | low);  // by float's exponent
     bool left[width];
-    for (int j = 0; j < width; ++j) left[j] = !carried[j];
-    if (any(carried)) run<RelativeDensity<C>>(rows, first, left, [&](int64_t row) { return rows.x(row); });
+    for (int j = 0; j < width; ++j)
+      left[j] = !carried[j], gaps_[j].distance = away[j], gaps_[j].most = most[j];
+    const auto scores = [&](int64_t row) { return rows.x(row); };
+    if (any(carried) && logs) run<RelativeDensity<C, true>>(rows, first, left, scores);
+    if (any(carried) && !logs) run<RelativeDensity<C, false>>(rows, first, left, scores);
     int count = 0;
     for (int j = 0; j < width; ++j) {
       if (!decided[j] || !left[j] || (!carried[j] && !nothing[j])) continue;
@@ -174,9 +194,9 @@ class LaneBackward {
   C F_;
   int n_;
   Output output_;
-  bool by_scores_ = false;    // whether y had not the digits for f in the rows before
-  bool decided_ = false;      // whether most of these had decided entries alone
-  VecF distance_{}, most_{};  // what RelativeDensity asks for
+  bool by_scores_ = false;  // whether y had not the digits for f in the rows before
+  bool decided_ = false;    // whether most of these had decided entries alone
+  FloatGap gaps_[width];    // of decided rows
   alignas(KHOT_VECTOR_BYTES) float kept_[kShortRow * width], grads_[kShortRow * width], x_[kShortRow];
 };
 

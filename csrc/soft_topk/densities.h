@@ -63,6 +63,7 @@ struct LongDensitySums {
 //   kPad       what stands beyond the end of a row: there f is 0
 //   kMoments   whether the sums of fz and fzv are collected, without which there is no dL/dtau
 //   slope()    with kMoments: what f of this source is multiplied by to be f/tau
+//   of_k(v)    dL/dk, from the mean of v by f
 //   kKeeps     whether kept(x) is more than what is as quickly made again
 
 // f from the scores x.
@@ -83,6 +84,7 @@ struct ScoreDensity {
 
   KHOT_INLINE Vec<R> standardized(Vec<R> x) const { return ((x - hi) - lo) * scale; }
   R slope() const { return scale; }
+  static double of_k(double mean) { return mean; }
 
   // Returns f, and adds it and its products to the sums.
   KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, DensitySums<R>& sums) const {
@@ -98,26 +100,52 @@ struct ScoreDensity {
   static bool reliable(double mass, double /*y*/, int64_t /*n*/) { return mass > kLeastMass<R>; }
 };
 
-// f from the scores, over that of the entry nearest to t, where all are small. That entry is so many tau
-// away, and has so much of f/tau.
-template <class C>
+// The gap around t of a row in which all f are small.
+struct FloatGap {
+  float up, down;                  // the entries at its ends
+  float further_up, further_down;  // how much further from t than the nearest entry these are, in tau
+  float distance, most;            // of the nearest entry: how many tau it is away, and its f/tau
+};
+
+// f from the scores, over that of the entry nearest to t. For log y, vf/(F tau) is summed, which is v/tau
+// below t.
+template <class C, bool kLog>
 struct RelativeDensity : ScoreDensity<float, C> {
-  float distance, most;
+  FloatGap gap;
 
-  RelativeDensity(const C& F, Threshold t, double tau, float distance, float most)
-      : ScoreDensity<float, C>(F, t, tau), distance(distance), most(most) {}
+  RelativeDensity(const C& F, Threshold t, double tau, FloatGap gap)
+      : ScoreDensity<float, C>(F, t, tau), gap(gap) {}
 
-  float slope() const { return most; }
+  float slope() const { return kLog ? 1 : gap.most; }
+  double of_k(double mean) const { return kLog ? mean / gap.most : mean; }
 
+  // Returns f, for log y with the sign of z.
   KHOT_INLINE VecF density(VecF x, VecF v, DensitySums<float>& sums) const {
-    const VecF z = this->standardized(x), a = abs<float>(z), more = a - distance;
-    const VecF below = C::value_from_odds ? more : more * (0.5f * (a + distance));
-    const VecF f = below < 80 ? exp2_held(below * -static_cast<float>(kLog2E)) : VecF{};
+    const VecF z = this->standardized(x);
+    const IntF over = x >= gap.up;
+    const VecF more =
+        over ? (x - gap.up) * this->scale + gap.further_up : (gap.down - x) * this->scale + gap.further_down;
+    const VecF less = C::value_from_odds ? more : more * (gap.distance + 0.5f * more);
+    const VecF f = less < 80 ? exp2_held(less * -static_cast<float>(kLog2E)) : VecF{};
     const VecF fz = f > 0 ? f * z : VecF{};
-    sums.add(f, fz, f * v, fz * v);
-    return f;
+    if constexpr (!kLog) {
+      sums.add(f, fz, f * v, fz * v);
+      return f;
+    } else {
+      const VecF kept = ~over & (x > -kInf<float>) ? -f : f, u = pulled(kept, v);
+      sums.add(f, fz, u, u != 0 ? u * z : VecF{});
+      return kept;
+    }
   }
-  KHOT_INLINE VecF gradient(VecF f, VecF v, float offset) const { return f * most * (v - offset); }
+  KHOT_INLINE VecF gradient(VecF kept, VecF v, float offset) const {
+    if constexpr (!kLog) return kept * gap.most * (v - offset);
+    return pulled(kept, v) - abs<float>(kept) * offset;
+  }
+
+ private:
+  KHOT_INLINE VecF pulled(VecF kept, VecF v) const {
+    return v * ((IntF)kept < 0 ? splat(this->scale) : kept * gap.most);
+  }
 };
 
 // f from the scores, with log y.
@@ -146,9 +174,11 @@ struct LogDensity : ScoreDensity<R, C> {
     return (u - f * offset) * this->scale;
   }
 
-  // u does not become small with f, and its rounding errors, which float has, are divided by the sum of f.
+  // u does not become small with f. Its rounding errors, which float has, come to the entries nearest to t,
+  // divided by the sum of f; of few entries they are small beside u.
   static bool reliable(double mass, double /*y*/, int64_t n) {
-    return mass > (sizeof(R) == 4 ? 1e-2 * std::sqrt(static_cast<double>(n)) : kLeastMass<R>);
+    constexpr int64_t kFew = 4096;
+    return mass > (sizeof(R) == 4 && n > kFew ? 1e-2 * std::sqrt(static_cast<double>(n)) : kLeastMass<R>);
   }
 };
 
@@ -162,6 +192,7 @@ struct ValueDensity {
   float scale;
 
   ValueDensity(const C&, Threshold, double tau) : scale(static_cast<float>(1 / tau)) {}
+  static double of_k(double mean) { return mean; }
 
   KHOT_INLINE VecF density(VecF y, VecF v, DensitySums<float>& sums) const {
     const VecF f = C::density_of(y);
