@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "soft_topk/gap.h"
+#include "soft_topk/backward_ordinary.h"
 
 namespace khot::KHOT_ISA {
 
@@ -53,14 +53,16 @@ class DecidedRow {
     const Vec<R> least = distance - static_cast<R>(1e-6) * (distance + abs<R>(hi));
     return (least > 0) & (F.template log_density<R>(least / tau) <= -40);
   }
-  // Whether f (z + 1)^2/tau times a gradient is less than e^end.
+  // Whether f/tau times a gradient is less than e^end; if dL/dtau is asked for, with (z + 1)^2.
   template <class R>
-  static KHOT_INLINE Int<R> is_nothing(const C& F, Vec<R> distance, Vec<R> steepest, Vec<R> tau, R end) {
+  static KHOT_INLINE Int<R> is_nothing(const C& F, Vec<R> distance, Vec<R> steepest, Vec<R> tau, bool asked,
+                                       R end) {
     const Vec<R> z = distance / tau, sizes = log<R>(steepest + static_cast<R>(1e-30)) - log<R>(tau);
+    const Vec<R> moments = asked ? 2 * log1p<R>(z) : Vec<R>{};
     const Int<R> finite = steepest < kInf<R>;
-    return finite & (F.template log_density<R>(z) + 2 * log1p<R>(z) + sizes < end);
+    return finite & (F.template log_density<R>(z) + moments + sizes < end);
   }
-  static constexpr float kZero = -105;  // e to its power is 0 in float
+  static constexpr float kZero = -87;  // e to its power is no normal number of float
   // Whether the gradients of log y below t are so large that those above t are nothing beside them.
   template <class R>
   static KHOT_INLINE Int<R> outweighs(Vec<R> steepest, Vec<R> tau) {
@@ -74,9 +76,18 @@ class DecidedRow {
     const Nearest about = in_double_ ? nearest<double>() : nearest<float>();
     const VecD distance = splat(about.distance(t_)), steepest = splat(about.steepest), tau = splat(tau_);
     if (!is_decided<double>(F_, distance, splat(t_.hi), tau)[0]) return false;
-    const bool nothing = log_ ? !asked && outweighs<double>(steepest, tau)[0]
-                              : is_nothing<double>(F_, distance, steepest, tau, in_double_ ? -750 : kZero)[0];
-    if (asked || !nothing || log_) return write_decided(distance[0], nothing, grad_x, grad_k, grad_tau);
+    const bool nothing =
+        log_ ? !asked && outweighs<double>(steepest, tau)[0]
+             : is_nothing<double>(F_, distance, steepest, tau, asked, in_double_ ? -750 : kZero)[0];
+    if (asked || !nothing || log_) {
+      const double height = F_.template log_density<double>(distance / tau_)[0] - std::log(tau_);
+      const bool carried = log_ ? nothing || height > kZero : !nothing && height > kZero;
+      if (in_double_ || !carried) return write_decided(distance[0], nothing, grad_x, grad_k, grad_tau);
+      FloatGap gap = FloatGap::around(about.at, t_, tau_);
+      gap.most = static_cast<float>(std::exp(height));
+      return log_ ? write_in_float<true>(gap, grad_x, grad_k, grad_tau)
+                  : write_in_float<false>(gap, grad_x, grad_k, grad_tau);
+    }
     clear(grad_x, x_.dtype, spec_.n);
     return true;
   }
@@ -90,7 +101,7 @@ class DecidedRow {
     const double top = F_.template log_density<double>(splat(least / tau_))[0];
     const double height = top - std::log(tau_), most = std::exp(height);
     // near the end of the exponent
-    if (!nothing && height <= (in_double_ || log_ ? -690 : -80)) return false;
+    if (!nothing && height <= -690) return false;
     const double inner = log_ ? most : 1, outer = log_ ? 1 : most;
     const Sums s = sums(least, inner);
     const double offset = s.u / s.w;
@@ -108,6 +119,13 @@ class DecidedRow {
   }
 
  private:
+  template <bool kLog>
+  bool write_in_float(const FloatGap& gap, void* grad_x, double& grad_k, double& grad_tau) const {
+    const RelativeDensity<C, kLog> density(F_, t_, tau_, gap);
+    return backward_ordinary(spec_, density, x_, grad_, 0, tau_, grad_x, grad_k, grad_tau) ==
+           Gradients::kWritten;
+  }
+
   struct Sums {
     double w = 0, u = 0, wz = 0, uz = 0;
     void operator+=(const Sums& o) { w += o.w, u += o.u, wz += o.wz, uz += o.uz; }

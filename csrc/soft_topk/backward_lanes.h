@@ -82,7 +82,7 @@ class LaneBackward {
       if (Density::kMoments) t[j] = rows.threshold(first + j);
       fits[j] = fits_float(t[j], own_tau);
       const Density row = density<Density>(t[j], own_tau, j);
-      if constexpr (Density::kMoments) slope[j] = row.slope();
+      if constexpr (Density::kMoments) slope[j] = static_cast<float>(row.slope(own_tau));
       tau[j] = static_cast<float>(own_tau);
       grad_lo[j] = static_cast<float>(rows.grad_lo(first + j));
       float* const keep = kept_ + j * kShortRow;
@@ -133,7 +133,7 @@ class LaneBackward {
     using Decided = DecidedRow<C>;
     const bool logs = output_ == Output::kLog;
     if (std::find(done, done + width, false) == done + width) return 0;
-    VecF ups[width], downs[width], largest[width], hi{}, taus = splat(1.0f), distance{};
+    VecF ups[width], downs[width], largest[width], hi{}, taus = splat(1.0f);
     bool asks[width];
     for (int j = 0; j < width; ++j) {
       ups[j] = downs[j] = largest[j] = VecF{};
@@ -148,27 +148,23 @@ class LaneBackward {
     const auto least = [](VecF a, VecF b) { return a < b ? a : b; };
     const auto most_of = [](VecF a, VecF b) { return a > b ? a : b; };
     const VecF up = joined(ups, least), down = joined(downs, most_of), steepest = joined(largest, most_of);
+    VecF away{};
     for (int j = 0; j < width; ++j) {
       if (!asks[j]) continue;
-      const Threshold t = rows.threshold(first + j);
-      const double above = up[j] - t.hi - t.lo, below = t.hi - down[j] + t.lo,
-                   nearest = std::min(above, below);
-      const double scale = 1 / rows.tau(first + j);
-      gaps_[j] = {up[j], down[j], static_cast<float>((above - nearest) * scale),
-                  static_cast<float>((below - nearest) * scale)};
-      distance[j] = static_cast<float>(nearest);
+      gaps_[j] = FloatGap::around({up[j], down[j]}, rows.threshold(first + j), rows.tau(first + j));
+      away[j] = gaps_[j].distance;
     }
+    const VecF distance = away * taus, height = F_.template log_density<float>(away) - log<float>(taus);
     const bool asked = rows.keeps_numbers();
     const IntF decided = Decided::template is_decided<float>(F_, distance, hi, taus);
     const IntF nothing =
-        logs ? IntF{} : Decided::template is_nothing<float>(F_, distance, steepest, taus, Decided::kZero);
-    const VecF away = distance / taus, height = F_.template log_density<float>(away) - log<float>(taus);
-    const VecF most = exp<float>(height);
+        logs ? IntF{}
+             : Decided::template is_nothing<float>(F_, distance, steepest, taus, asked, Decided::kZero);
     const IntF low = logs && !asked ? Decided::template outweighs<float>(steepest, taus) : IntF{};
-    const IntF carried = decided & ~nothing & ((height > -80) | low);  // by float's exponent
+    const IntF carried = decided & ~nothing & ((height > Decided::kZero) | low);  // by float's exponent
     bool left[width];
-    for (int j = 0; j < width; ++j)
-      left[j] = !carried[j], gaps_[j].distance = away[j], gaps_[j].most = most[j];
+    const VecF most = exp<float>(height);
+    for (int j = 0; j < width; ++j) left[j] = !carried[j], gaps_[j].most = most[j];
     const auto scores = [&](int64_t row) { return rows.x(row); };
     if (any(carried) && logs) run<RelativeDensity<C, true>>(rows, first, left, scores);
     if (any(carried) && !logs) run<RelativeDensity<C, false>>(rows, first, left, scores);

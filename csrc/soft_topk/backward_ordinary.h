@@ -49,8 +49,10 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
   if (!Density::reliable(s.f, s.y, spec.n)) return s.f == 0 ? Gradients::kFlat : Gradients::kUnreliable;
   if (in_float && loses_products(s.f, s.fv, grad, spec.n, spec.inside)) return Gradients::kUnreliable;
   const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
-  grad_k = v_mean - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
-  grad_tau = (s.fv * z_mean - s.fzv) / tau - grad_lo * z_mean;
+  grad_k = density.of_k(v_mean) - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
+  if constexpr (Density::kMoments) {
+    grad_tau = (s.fv * z_mean - s.fzv) * density.slope(tau) - grad_lo * z_mean;
+  }
   // dL/dx = f (v - mean)/tau + f grad_lo/sum f
   const R offset = static_cast<R>(v_mean - grad_lo * tau / s.f);
   const Row source = keep ? Row{grad_x, own_dtype, 1} : x;

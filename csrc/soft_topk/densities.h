@@ -8,8 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "cdfs.h"
-#include "simd/passes.h"
+#include "soft_topk/gap.h"
 
 namespace khot::KHOT_ISA {
 
@@ -62,7 +61,7 @@ struct LongDensitySums {
 //
 //   kPad       what stands beyond the end of a row: there f is 0
 //   kMoments   whether the sums of fz and fzv are collected, without which there is no dL/dtau
-//   slope()    with kMoments: what f of this source is multiplied by to be f/tau
+//   slope(tau) with kMoments: what f of this source is multiplied by to be f/tau
 //   of_k(v)    dL/dk, from the mean of v by f
 //   kKeeps     whether kept(x) is more than what is as quickly made again
 
@@ -83,7 +82,7 @@ struct ScoreDensity {
         scale(inverse_of<R>(tau, C::full_support)) {}
 
   KHOT_INLINE Vec<R> standardized(Vec<R> x) const { return ((x - hi) - lo) * scale; }
-  R slope() const { return scale; }
+  static double slope(double tau) { return 1 / tau; }
   static double of_k(double mean) { return mean; }
 
   // Returns f, and adds it and its products to the sums.
@@ -105,6 +104,19 @@ struct FloatGap {
   float up, down;                  // the entries at its ends
   float further_up, further_down;  // how much further from t than the nearest entry these are, in tau
   float distance, most;            // of the nearest entry: how many tau it is away, and its f/tau
+
+  // Without the density.
+  static FloatGap around(Edges at, Threshold t, double tau) {
+    const double above = (at.up - t.hi) - t.lo, below = (t.hi - at.down) + t.lo;
+    const double nearest = std::min(above, below), scale = 1 / tau;
+    auto in_float = [](double v) { return static_cast<float>(v); };
+    return {in_float(at.up),
+            in_float(at.down),
+            in_float((above - nearest) * scale),
+            in_float((below - nearest) * scale),
+            in_float(nearest * scale),
+            0};
+  }
 };
 
 // f from the scores, over that of the entry nearest to t. For log y, vf/(F tau) is summed, which is v/tau
@@ -116,7 +128,7 @@ struct RelativeDensity : ScoreDensity<float, C> {
   RelativeDensity(const C& F, Threshold t, double tau, FloatGap gap)
       : ScoreDensity<float, C>(F, t, tau), gap(gap) {}
 
-  float slope() const { return kLog ? 1 : gap.most; }
+  double slope(double /*tau*/) const { return kLog ? 1 : gap.most; }
   double of_k(double mean) const { return kLog ? mean / gap.most : mean; }
 
   // Returns f, for log y with the sign of z.
