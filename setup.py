@@ -39,7 +39,7 @@ FAST = [os.path.join("csrc", "simd", f"isa_{name}.cpp") for name in ("avx512", "
 # Half of each is torch's headers, and what they do for a row is little beside what the kernels do for it.
 SMALL = [
     os.path.join("csrc", "bindings", f"{name}.cpp")
-    for name in ("assign_pass", "sampling", "soft_budget", "soft_count", "soft_topk")
+    for name in ("assign_pass", "fenchel_young", "sampling", "soft_budget", "soft_count", "soft_topk")
 ]
 
 

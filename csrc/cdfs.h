@@ -23,6 +23,10 @@
 //   density_from_value  density_of(y) is f
 //   last_step           after a step of this length, in tau, the error left in y is below 1e-7: it is that of
 //                       the Taylor polynomial of which Derivatives has the terms
+//   surplus(z)          omega*(z) - max(z, 0), with the convex potential omega whose derivative is the
+//   quantile, and
+//                       omega* with the derivative F
+//   potential(y)        omega(y); it is 0 where y is 0, and highest_potential() where that is 1
 //   extra_passes        how many more passes than usual the search may need
 //   rough_icdf(odds, z) a quantile of F, for a guess: odds = y/(1 - y) and z = log(odds)
 //   tail_reach(a)       beyond this many tau, F or 1 - F is about e^-a or less
@@ -117,7 +121,14 @@ struct FullSupport {
   KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> /*above*/) const {
     return F::template log_lower<R>(abs<R>(z));
   }
+  static constexpr double highest_potential() { return 0; }
 };
+
+// y log(y), which is 0 where y is.
+KHOT_INLINE VecD times_log(VecD y) {
+  const VecD product = y * log_apart(y);
+  return y > 0 ? product : VecD{};
+}
 
 struct Logistic : FullSupport<Logistic> {
   static constexpr double variance = 3.28986813369645287294;  // pi^2/3
@@ -199,6 +210,8 @@ struct Logistic : FullSupport<Logistic> {
     return y * (1 - y);
   }
 
+  KHOT_INLINE VecD surplus(VecD z) const { return log1p<double>(exp_minus<double>(abs<double>(z))); }
+  KHOT_INLINE VecD potential(VecD y) const { return times_log(y) + times_log(1 - y); }
   double pdf(double z) const {
     const double e = std::exp(-std::fabs(z));
     return e / ((1 + e) * (1 + e));
@@ -267,6 +280,11 @@ struct Laplace : FullSupport<Laplace> {
     return rest < y ? rest : y;
   }
 
+  KHOT_INLINE VecD surplus(VecD z) const { return exp_minus<double>(abs<double>(z)) / 2; }
+  KHOT_INLINE VecD potential(VecD y) const {
+    const VecD less = y < 0.5 ? y : 1 - y;
+    return (times_log(2 * less) - 2 * less) / 2;
+  }
   double pdf(double z) const { return std::exp(-std::fabs(z)) / 2; }
   double icdf(double y) const { return y > 0.5 ? -std::log(2 * (1 - y)) : std::log(2 * y); }
   KHOT_INLINE VecF rough_icdf(VecF odds, VecF z) const {
@@ -340,6 +358,15 @@ struct Normal : FullSupport<Normal> {
     return z > 0 ? log_f - log_F : -log_called<R>(mills<R>(abs<R>(z)));
   }
 
+  KHOT_INLINE VecD surplus(VecD z) const {
+    const VecD a = clamp_above<double>(abs<double>(z), 1e100);
+    const TailDensity<double> here = tail_density<double>(a);
+    return here.density - a * here.tail;
+  }
+  KHOT_APART VecD potential(VecD y) const {
+    for (int i = 0; i < kWidth<double>; ++i) y[i] = y[i] > 0 && y[i] < 1 ? -pdf(normal_quantile(y[i])) : 0;
+    return y;
+  }
   double pdf(double z) const { return std::exp(-0.5 * z * z) * 0.39894228040143267794; }
   double icdf(double y) const { return normal_quantile(y); }
   // By a power of the odds (Shore 1982), with an error below 0.03 up to 3.5.
@@ -430,6 +457,15 @@ struct ClippedPower {
     return log_called<R>(split<R>(z, above).tail);
   }
 
+  KHOT_INLINE VecD surplus(VecD z) const {
+    const VecD inside = clamp_above<double>(clamp_below<double>(z, 0), 1);
+    return inside * (value<double>(z) / (e + 1) - 1);
+  }
+  KHOT_INLINE VecD potential(VecD y) const {
+    const VecD power = exp_minus<double>(log_apart(y) / -mean);  // p = 1/mean
+    return y > 0 ? power * mean : VecD{};
+  }
+  double highest_potential() const { return mean; }
   double pdf(double z) const { return z <= 0 || z >= 1 ? 0 : e * std::pow(z, e - 1); }
   double icdf(double y) const { return std::pow(y, 1 / e); }
   KHOT_INLINE VecF rough_icdf(VecF odds, VecF z) const {

@@ -133,6 +133,25 @@ struct CountRows {
   ~CountRows() = default;
 };
 
+// The Fenchel-Young losses of rows of which the thresholds are known, and their gradients
+// (khot/_kernels/reference/fenchel_young.py).
+struct LossRows {
+  virtual Row x(int64_t row) const = 0;
+  virtual Row target(int64_t row) const = 0;
+  virtual double k(int64_t row) const = 0;
+  virtual double tau(int64_t row) const = 0;
+  virtual Threshold threshold(int64_t row) const = 0;
+  virtual double share(int64_t row) const = 0;  // backward only, as the three below
+  virtual double grad(int64_t row) const = 0;
+  virtual double loss(int64_t row) const = 0;
+  virtual void* grad_x(int64_t row) const = 0;  // of x's dtype
+  virtual void put(int64_t row, double loss, double share) const = 0;
+  virtual void put_tau(int64_t row, double grad_tau) const = 0;
+
+ protected:
+  ~LossRows() = default;
+};
+
 // What each entry has of the places between `levels` falling thresholds
 // (khot/_kernels/reference/permutation.py), computed in blocks of entries.
 struct ShareSpec : Spec {
@@ -220,6 +239,8 @@ struct Kernels {
   void (*budget_backward)(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin, int64_t end);
   void (*soft_count)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
   void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
+  void (*fenchel_young)(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end);
+  void (*fenchel_young_backward)(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end);
   // The blocks [begin, end) of all rows: the shares, or their gradients.
   void (*shares)(const ShareSpec& spec, const ShareRows& rows, int64_t begin, int64_t end, bool backward);
   // Adds the sums of the rows [begin, end).

@@ -7,6 +7,7 @@
 #include "budget/forward.h"
 #include "counting/count.h"
 #include "kernels.h"
+#include "losses/fenchel_young.h"
 #include "permutation/shares.h"
 #include "sampling/calibrate.h"
 #include "sampling/draws.h"
@@ -34,6 +35,8 @@ const Kernels& kernels() {
                                  budget_backward,
                                  soft_count,
                                  soft_count_backward,
+                                 fenchel_young,
+                                 fenchel_young_backward,
                                  shares,
                                  assign_rows,
                                  topk_mask,
