@@ -120,8 +120,8 @@ _soft_topk_backward = define("soft_topk_backward", kernels.soft_topk_backward, "
 
 torch.library.define(
     "khot::soft_topk_vjp",
-    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape, str output)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor grad, Tensor grad_lo, Tensor x, Tensor hi, Tensor lo, Tensor tau, str cdf, float shape,"
+    " str output) -> (Tensor, Tensor, Tensor)",
 )
 
 
