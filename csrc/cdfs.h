@@ -23,10 +23,8 @@
 //   density_from_value  density_of(y) is f
 //   last_step           after a step of this length, in tau, the error left in y is below 1e-7: it is that of
 //                       the Taylor polynomial of which Derivatives has the terms
-//   surplus(z)          omega*(z) - max(z, 0), with the convex potential omega whose derivative is the
-//   quantile, and
-//                       omega* with the derivative F
-//   potential(y)        omega(y); it is 0 where y is 0, and highest_potential() where that is 1
+//   surplus(z)          omega*(z) - max(z, 0), where omega has the quantile for its derivative, and omega* F
+//   potential(y)        omega(y), which is 0 where y is 0, and highest_potential() where y is 1
 //   extra_passes        how many more passes than usual the search may need
 //   rough_icdf(odds, z) a quantile of F, for a guess: odds = y/(1 - y) and z = log(odds)
 //   tail_reach(a)       beyond this many tau, F or 1 - F is about e^-a or less

@@ -517,3 +517,28 @@ def test_fenchel_young_mask() -> None:
     x, target = torch.tensor([3.0, torch.nan, 1.0, 2.0, 0.5]), torch.tensor([1.0, torch.nan, 0, 1, 1])
     mask = torch.tensor([1, 0, 1, 1, 1]).bool()
     torch.testing.assert_close(loss(x, target, mask=mask), loss(x[mask], target[mask]))
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform"])
+def test_fenchel_young_of_targets_that_miss_k_by_rounding(cdf: Any) -> None:
+    """Their share is a little above 1, and so is what they ask of an entry, far from the others."""
+    x = torch.tensor([[3.0, 2, 0, -1], [1e8, 2, 0, -1]])
+    target = torch.tensor([1.0, 1 - 5e-7, 0, 0]).expand(2, 4)
+    tau = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    loss = FenchelYoungTopKLoss(2, tau=tau, cdf=cdf, reduction="none")(x, target)
+    assert (loss >= 0).all() and loss.isfinite().all()
+    for graph in (False, True):
+        (dtau,) = torch.autograd.grad(loss[0], tau, create_graph=graph, retain_graph=True)
+        assert dtau.isfinite()
+
+
+@pytest.mark.parametrize("score", [1e9, 1e15, 1e20])
+def test_fenchel_young_of_a_score_that_is_missed_by_far(score: float) -> None:
+    x, target = torch.tensor([score, 0.3, 0, -1], dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+    tau = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    loss = FenchelYoungTopKLoss(2, tau=tau)(x, target)
+    (dtau,) = torch.autograd.grad(loss, tau)
+    # the other three share 1, and the first one adds nothing
+    y = khot.soft_topk(x[1:], 1)
+    want = -(torch.special.entr(y) + torch.special.entr(1 - y)).sum()
+    torch.testing.assert_close(dtau, -want, rtol=1e-9, atol=0)

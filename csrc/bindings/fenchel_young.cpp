@@ -29,13 +29,13 @@ struct Losses final : LossRows {
   void put(int64_t row, double loss, double share) const override {
     loss_out[row] = loss, share_out[row] = share;
   }
-  void put_tau(int64_t row, double grad_tau) const override { loss_out[row] = grad_tau; }
+  void put_tau(int64_t row, double grad_tau) const override { tau_out[row] = grad_tau; }
 
   Rows scores, targets;
   Invertible<RowScalars> taus;
   std::optional<RowScalars> ks, his, los, shares, grads, losses;
   Results gradients{};
-  double *loss_out = nullptr, *share_out = nullptr;  // loss_out takes dL/dtau, too
+  double *loss_out = nullptr, *share_out = nullptr, *tau_out = nullptr;
 };
 
 Spec to_spec(const std::string& cdf, double shape, int64_t n, Output output) {
@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor> fenchel_young_backward(Tensor grad, Tensor x, Tensor 
   rows.shares.emplace(share_in, of.batch), rows.grads.emplace(grad, of.batch);
   rows.losses.emplace(loss, of.batch);
   rows.his.emplace(hi, of.batch), rows.los.emplace(lo, of.batch);
-  rows.gradients = results_in(grad_x), rows.loss_out = numbers_in(grad_tau);
+  rows.gradients = results_in(grad_x), rows.tau_out = numbers_in(grad_tau);
   share(to_spec(cdf, shape, of.n, Output::kThreshold), of.rows,
         [&](const Spec& spec, int64_t begin, int64_t end) {
           kernels().fenchel_young_backward(spec, rows, begin, end);

@@ -72,9 +72,10 @@ void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int
     LaneBudget<C, kByValue> lanes(spec, F);
     auto several = [&](int64_t first, bool* done) {
       const FlushSubnormals flush;
-      lanes.solve(rows, first, done);
+      lanes.solve(rows, first, spec.at_most, done);
     };
-    const bool together = !spec.at_most && begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float;
+    const bool together =
+        (C::full_support || !spec.at_most) && begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float;
     return each_row(together, begin, end, several, one);
   }
   for (int64_t i = begin; i < end; ++i) one(i);

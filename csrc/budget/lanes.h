@@ -29,11 +29,12 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
   using Passes::Passes;
 
   // Solves and writes the rows first, ..., first + width - 1. ordinary[i] says whether row first + i was
-  // ordinary.
-  void solve(const BudgetRows& rows, int64_t first, bool* ordinary) {
+  // ordinary; with at_most, rows that do not spend the budget are not.
+  void solve(const BudgetRows& rows, int64_t first, bool at_most, bool* ordinary) {
     this->read(rows, first);
     guess();
     confirm(find(*this));
+    if (at_most) good &= (hi_ + lo_ > 0) & reaches_up();
     for (int j = 0; j < width; ++j) {
       ordinary[j] = good[j] != 0;
       // by value, t a = (t s) w for a = w s
@@ -142,6 +143,17 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
       const IntF sharp = Passes::sharp(good, few, total);
       if (any(sharp)) Passes::start_between(sharp);
     }
+  }
+
+  // Whether less is spent at the threshold than at 0: not where both lie in a gap.
+  IntF reaches_up() {
+    const VecF far = static_cast<float>(C::tail_reach(36)) * tau_;
+    IntF found{};
+    for (int i = 0; i < n_; ++i) {
+      const VecF x = *column(x_, i), a = this->a(i);
+      found |= (a > 0) & (x > -far) & (x < (kByValue ? a : splat(1.0f)) * hi_ + far);
+    }
+    return found;
   }
 
   static VecF quantile(VecF own, VecF normal, float noise, VecF total) {

@@ -77,6 +77,12 @@ class EntriesNearBudget {
   double left(double budget) const { return budget - above_; }
   bool holds(double t) const { return t >= least_ && t <= most_; }
   double middle() const { return 0.5 * low_ + 0.5 * high_; }
+  // Whether one that costs something is between two levels, or so near to them.
+  bool any_between(double low, double high, double far) const {
+    bool found = false;
+    for (int i = 0; i < size_; ++i) found |= costs_[i] > 0 && xs_[i] > low - far && xs_[i] < high + far;
+    return found;
+  }
   Row x() const { return {xs_, Dtype::kFloat, 1}; }
   Row cost() const { return {costs_, Dtype::kFloat, 1}; }
   int size() const { return size_; }
@@ -132,7 +138,8 @@ template <class C>
 KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& careful, const Row& x,
                            const Row& cost, double budget, double tau, void* out, Goal& goal, Threshold& t) {
   auto plain = [](const Row& row) { return row.dtype == Dtype::kFloat && row.step == 1; };
-  if (spec.at_most || !plain(x) || !plain(cost) || spec.n < 16 || spec.n > 1 << 20) return false;
+  if ((spec.at_most && !C::full_support) || !plain(x) || !plain(cost) || spec.n < 16 || spec.n > 1 << 20)
+    return false;
   EntriesNearBudget near(static_cast<const float*>(x.data), static_cast<const float*>(cost.data),
                          static_cast<int>(spec.n));
   if (!near.bracket(budget, tau) || !near.keep(budget, tau, [](double a) { return C::tail_reach(a); }))
@@ -148,10 +155,11 @@ KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& c
   }
   if (!found) {
     BudgetSpec part = spec;
-    part.n = size, part.inside = nullptr;
+    part.n = size, part.inside = nullptr, part.at_most = false;
     t = CarefulBudget(part, careful, near.x(), near.cost(), tau).solve(left, near.middle() - tau * F.median);
   }
   if (!near.holds(t.hi)) return false;
+  if (spec.at_most && !(t.hi + t.lo > 0 && near.any_between(0, t.hi, tau * C::tail_reach(36)))) return false;
   const FlushSubnormals flush;
   return OrdinaryBudget<C, false>(x, cost, spec.n, tau, F, spec.inside).put(t, budget, out);
 }

@@ -51,24 +51,26 @@ class LossRow {
 
   // Writes dL/dx, and returns dL/dtau. That is sum (omega*(z) + omega(T) - z F(z)), of undecided entries.
   KHOT_APART double pull(double grad, double loss, void* grad_x) const {
-    const double terms = std::fabs(loss) < kInfinity ? loss / tau_ : sums().terms;
+    // where the loss is many times that, it would take its digits
+    const bool anew = !(std::fabs(loss) < 1e6 * tau_);
     const bool direct = x_.dtype == Dtype::kDouble;
     const Pulls s = reduce<double, Pulls>(
         x_, spec_.n, spec_.inside, [=, this](Pulls& s, const double* p, int count, int64_t at) {
           double buffer[kBlock], results[kBlock];
           const double* const g = fetch(target_, at, count, buffer);
           double* const to = direct ? static_cast<double*>(grad_x) + at : results;
-          VecD pulls{};
+          VecD pulls{}, rates{};
           vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const Entry now = entry(x, beside(g, i, lanes));
             const VecD e = now.decided ? VecD{} : F_.template value<double>(now.z) - now.T;
             pulls += e * now.z;
+            if (anew) rates += rate(now);
             store_beside(to, i, lanes, grad * e);
           });
-          s.sum += sum<double>(pulls);
+          s.sum += anew ? -sum<double>(rates) : sum<double>(pulls);
           if (!direct) put(grad_x, x_.dtype, at, count, results);
         });
-    return grad * (terms - s.sum);
+    return grad * ((anew ? 0 : loss / tau_) - s.sum);
   }
 
  private:
@@ -90,7 +92,24 @@ class LossRow {
   KHOT_INLINE Entry entry(VecD x, VecD target) const {
     const IntD decided = all_decided() ? IntD{} == 0 : abs<double>(x) == kInfinity;
     const VecD z = ((x - t_.hi) - t_.lo) * (1 / tau_);
-    return {decided ? VecD{} : z, target * share_, decided};
+    const VecD T = clamp_above<double>(target * share_, 1);  // a sum may miss k by rounding
+    return {decided ? VecD{} : z, T, decided};
+  }
+
+  // omega*(z) + omega(T) - z F(z)
+  KHOT_INLINE VecD rate(const Entry& of) const {
+    const IntD above = of.z > 0;
+    const VecD F = F_.template value<double>(of.z),
+               tail = F_.template split<double>(of.z, of.z > F_.median).tail;
+    const VecD rest = of.z > F_.median ? tail : 1 - F;
+    const VecD own = F_.surplus(of.z) + potential(of.T) + (above ? of.z * rest : -of.z * F);
+    return of.decided ? VecD{} : own;
+  }
+
+  // That of targets of 0 and 1 needs no logarithm.
+  KHOT_INLINE VecD potential(VecD T) const {
+    const bool soft = any((IntF)((T > 0) & (T < 1)));
+    return soft ? F_.potential(T) : T * F_.highest_potential();
   }
 
   KHOT_APART Sums sums() const {
@@ -103,10 +122,7 @@ class LossRow {
             const VecD infinite = x > 0 ? splat(1.0) : VecD{};
             const VecD off = T - (abs<double>(x) == kInfinity ? infinite : splat(every));
             misses += decided & ~(abs<double>(off) < kClose) ? splat(1.0) : VecD{};
-            // that of targets of 0 and 1 needs no logarithm
-            const bool soft = any((IntF)((T > 0) & (T < 1)));
-            const VecD potential = soft ? F_.potential(T) : T * F_.highest_potential();
-            const VecD own = ((z > 0 ? z : VecD{}) - z * T) + (F_.surplus(z) + potential);
+            const VecD own = ((z > 0 ? z : VecD{}) - z * T) + (F_.surplus(z) + potential(T));
             terms += decided ? VecD{} : own;
           });
           s.terms += sum<double>(terms), s.misses += sum<double>(misses);

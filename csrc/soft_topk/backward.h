@@ -37,7 +37,8 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
   // Rows whose entries are all decided; under compact support these are flat.
   auto write_decided = [&](Gradients gradients) {
     if constexpr (C::full_support) {
-      return !threshold && grad_lo == 0 && std::fabs(t.hi) < 1e38 &&
+      if (threshold) return fast && !asked && DecidedRow<C>(spec, F, x, v, tau, t).share(grad_lo, grad_x);
+      return grad_lo == 0 && std::fabs(t.hi) < 1e38 &&
              DecidedRow<C>(spec, F, x, v, tau, t).write(grad_x, asked, grad_k, grad_tau);
     }
     if (gradients != Gradients::kFlat || grad_lo != 0) return false;
@@ -48,8 +49,9 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
   if (log) {
     if constexpr (C::log_fits_float) {
       if (fast && done(LogDensity<float, C>(F, t, tau), x)) return;
-      if (write_decided(Gradients::kUnreliable)) return;
+      if (fast && write_decided(Gradients::kUnreliable)) return;
       if (in_double && done(LogDensity<double, C>(F, t, tau), x)) return;
+      if (!fast && write_decided(Gradients::kUnreliable)) return;
     }
     return backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
   }

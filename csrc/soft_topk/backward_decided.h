@@ -62,7 +62,7 @@ class DecidedRow {
     const Int<R> finite = steepest < kInf<R>;
     return finite & (F.template log_density<R>(z) + moments + sizes < end);
   }
-  static constexpr float kZero = -87;  // e to its power is no normal number of float
+  static constexpr float kZero = -87.3f;  // e to its power is next to no normal number of float
   // Whether the gradients of log y below t are so large that those above t are nothing beside them.
   template <class R>
   static KHOT_INLINE Int<R> outweighs(Vec<R> steepest, Vec<R> tau) {
@@ -76,20 +76,22 @@ class DecidedRow {
     const Nearest about = in_double_ ? nearest<double>() : nearest<float>();
     const VecD distance = splat(about.distance(t_)), steepest = splat(about.steepest), tau = splat(tau_);
     if (!is_decided<double>(F_, distance, splat(t_.hi), tau)[0]) return false;
+    const bool low = log_ && outweighs<double>(steepest, tau)[0];
     const bool nothing =
-        log_ ? !asked && outweighs<double>(steepest, tau)[0]
+        log_ ? low && !asked
              : is_nothing<double>(F_, distance, steepest, tau, asked, in_double_ ? -750 : kZero)[0];
-    if (asked || !nothing || log_) {
-      const double height = F_.template log_density<double>(distance / tau_)[0] - std::log(tau_);
-      const bool carried = log_ ? nothing || height > kZero : !nothing && height > kZero;
-      if (in_double_ || !carried) return write_decided(distance[0], nothing, grad_x, grad_k, grad_tau);
-      FloatGap gap = FloatGap::around(about.at, t_, tau_);
-      gap.most = static_cast<float>(std::exp(height));
-      return log_ ? write_in_float<true>(gap, grad_x, grad_k, grad_tau)
-                  : write_in_float<false>(gap, grad_x, grad_k, grad_tau);
+    if (!log_ && nothing && !asked) {
+      clear(grad_x, x_.dtype, spec_.n);
+      return true;
     }
-    clear(grad_x, x_.dtype, spec_.n);
-    return true;
+    const double height = F_.template log_density<double>(distance / tau_)[0] - std::log(tau_);
+    const bool high = height > kZero;
+    const bool carried = !log_ ? high && !nothing : asked ? high && low : high || low;
+    if (in_double_ || !carried) return write_decided(distance[0], nothing, grad_x, grad_k, grad_tau);
+    FloatGap gap = FloatGap::around(about.at, t_, tau_);
+    gap.most = static_cast<float>(std::exp(height));
+    return log_ ? write_in_float<true>(gap, 0, grad_x, grad_k, grad_tau)
+                : write_in_float<false>(gap, 0, grad_x, grad_k, grad_tau);
   }
 
   // The same with the numbers, for rows that are decided. `nothing` says that what all densities add to the
@@ -118,11 +120,22 @@ class DecidedRow {
     return true;
   }
 
+  // Whether dL/dx is written where t alone is wanted, whose incoming gradient is shared by weight.
+  KHOT_APART bool share(double grad_lo, void* grad_x) const {
+    const Nearest about = nearest<float>();
+    if (!is_decided<double>(F_, splat(about.distance(t_)), splat(t_.hi), splat(tau_))[0]) return false;
+    FloatGap gap = FloatGap::around(about.at, t_, tau_);
+    gap.most = static_cast<float>(1 / tau_);
+    double grad_k, grad_tau;
+    return write_in_float<false>(gap, grad_lo, grad_x, grad_k, grad_tau);
+  }
+
  private:
   template <bool kLog>
-  bool write_in_float(const FloatGap& gap, void* grad_x, double& grad_k, double& grad_tau) const {
+  bool write_in_float(const FloatGap& gap, double grad_lo, void* grad_x, double& grad_k,
+                      double& grad_tau) const {
     const RelativeDensity<C, kLog> density(F_, t_, tau_, gap);
-    return backward_ordinary(spec_, density, x_, grad_, 0, tau_, grad_x, grad_k, grad_tau) ==
+    return backward_ordinary(spec_, density, x_, grad_, grad_lo, tau_, grad_x, grad_k, grad_tau) ==
            Gradients::kWritten;
   }
 

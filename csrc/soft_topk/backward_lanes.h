@@ -46,7 +46,7 @@ class LaneBackward {
       run<LogDensity<float, C>>(rows, first, done, scores);
     }
     if constexpr (C::full_support) {
-      if (output_ != Output::kThreshold) decided_ = 2 * (decided + write_decided(rows, first, done)) > width;
+      decided_ = 2 * (decided + write_decided(rows, first, done)) > width;
     }
   }
 
@@ -131,7 +131,10 @@ class LaneBackward {
   // Those of the rows that are not done, as far as all their entries are decided; how many these are.
   KHOT_APART int write_decided(const BackwardRows& rows, int64_t first, bool* done) {
     using Decided = DecidedRow<C>;
-    const bool logs = output_ == Output::kLog;
+    const bool logs = output_ == Output::kLog, threshold = output_ == Output::kThreshold;
+    const bool asked = rows.keeps_numbers();
+    if (threshold && asked) return 0;
+    const double none = 0;
     if (std::find(done, done + width, false) == done + width) return 0;
     VecF ups[width], downs[width], largest[width], hi{}, taus = splat(1.0f);
     bool asks[width];
@@ -139,9 +142,10 @@ class LaneBackward {
       ups[j] = downs[j] = largest[j] = VecF{};
       const double tau = rows.tau(first + j);
       const Threshold t = rows.threshold(first + j);
-      asks[j] = !done[j] && fits_float(t, tau) && rows.grad_lo(first + j) == 0;
+      asks[j] = !done[j] && fits_float(t, tau) && (threshold || rows.grad_lo(first + j) == 0);
       if (!asks[j]) continue;
-      const float *x = fetch(rows.x(first + j), 0, n_, x_), *g = fetch(rows.grad(first + j), 0, n_, grads_);
+      const Row grad = threshold ? Row{&none, Dtype::kDouble, 0} : rows.grad(first + j);
+      const float *x = fetch(rows.x(first + j), 0, n_, x_), *g = fetch(grad, 0, n_, grads_);
       Decided::template find_nearest<float>(x, g, n_, t, logs, ups[j], downs[j], largest[j]);
       hi[j] = static_cast<float>(t.hi), taus[j] = static_cast<float>(tau);
     }
@@ -155,15 +159,17 @@ class LaneBackward {
       away[j] = gaps_[j].distance;
     }
     const VecF distance = away * taus, height = F_.template log_density<float>(away) - log<float>(taus);
-    const bool asked = rows.keeps_numbers();
     const IntF decided = Decided::template is_decided<float>(F_, distance, hi, taus);
-    const IntF nothing =
-        logs ? IntF{}
-             : Decided::template is_nothing<float>(F_, distance, steepest, taus, asked, Decided::kZero);
-    const IntF low = logs && !asked ? Decided::template outweighs<float>(steepest, taus) : IntF{};
-    const IntF carried = decided & ~nothing & ((height > Decided::kZero) | low);  // by float's exponent
+    const IntF nothing = logs || threshold ? IntF{}
+                                           : Decided::template is_nothing<float>(F_, distance, steepest, taus,
+                                                                                 asked, Decided::kZero);
+    const IntF low = logs ? Decided::template outweighs<float>(steepest, taus) : IntF{};
+    // by float's exponent; but of t the densities tell only in which shares it follows the scores
+    const IntF high = height > Decided::kZero;
+    const IntF carries = threshold ? decided : logs && asked ? high & low : high | low;
+    const IntF carried = decided & ~nothing & carries;
     bool left[width];
-    const VecF most = exp<float>(height);
+    const VecF most = threshold ? 1 / taus : exp<float>(height);
     for (int j = 0; j < width; ++j) left[j] = !carried[j], gaps_[j].most = most[j];
     const auto scores = [&](int64_t row) { return rows.x(row); };
     if (any(carried) && logs) run<RelativeDensity<C, true>>(rows, first, left, scores);

@@ -131,7 +131,7 @@ struct RelativeDensity : ScoreDensity<float, C> {
   double slope(double /*tau*/) const { return kLog ? 1 : gap.most; }
   double of_k(double mean) const { return kLog ? mean / gap.most : mean; }
 
-  // Returns f, for log y with the sign of z.
+  // Returns f, for log y with the sign of z, which 0 has, too.
   KHOT_INLINE VecF density(VecF x, VecF v, DensitySums<float>& sums) const {
     const VecF z = this->standardized(x);
     const IntF over = x >= gap.up;

@@ -15,7 +15,7 @@ struct RootSums {
   void operator+=(const RootSums& o) { m += o.m, tails += o.tails, f += o.f; }
 };
 
-// The sums at t, with a relative error of 1e-10 if `close`; y is written unless it is null.
+// The sums at t, with a relative error of 1e-10 if kClose; y is written unless it is null.
 template <bool kClose, class C>
 RootSums root_sums(const Row& x, int64_t n, double tau, const C& F, const Parallel* inside, Threshold t,
                    double* y = nullptr) {

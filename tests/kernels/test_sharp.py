@@ -128,3 +128,51 @@ def test_costs_behind_the_ends_of_a_gap() -> None:
             y = khot.soft_budget(x.to(dtype), costs.to(dtype), budget, cdf="normal")
             gradients += torch.autograd.grad(y, budget, v.to(dtype))
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("n", [8, 64, 1_000])
+def test_budgets_that_need_not_be_spent(n: int, cdf: Any) -> None:
+    """In rows that spend them and rows that do not, and where 0 and the threshold lie in the same gap."""
+    g = Generator().manual_seed(n)
+    for offset in (0.0, 1.0, -2.0):
+        x = torch.randn(16, n, generator=g) + offset
+        costs = (3 * torch.rand(16, n, generator=g)).round() + 1
+        budget = costs.double().sum(-1) * torch.rand(16, generator=g)
+        order = x.argsort(-1, descending=True)
+        spent = costs.double().gather(-1, order).cumsum(-1)
+        budget[:4] = spent[:4].gather(-1, (x[:4] > 0).sum(-1, keepdim=True).clamp(1, n - 1) - 1).squeeze(-1)
+        v = torch.randn(16, n, generator=g)
+        for tau in (0.03, 1e-3, 1e-6):
+            y, db = [], []
+            for dtype in (torch.float32, torch.float64):
+                b = budget.clone().requires_grad_()
+                y.append(khot.soft_budget(x.to(dtype), costs.to(dtype), b, tau=tau, cdf=cdf, at_most=True))
+                db += torch.autograd.grad(y[-1], b, v.to(dtype))
+            torch.testing.assert_close(y[0].double(), y[1], rtol=0, atol=1e-6)
+            assert ((y[0] * costs).double().sum(-1) <= budget * (1 + 1e-6)).all()
+            torch.testing.assert_close(*db, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("n", [3, 64, 1_000])
+def test_thresholds_follow_the_ends_of_a_gap(n: int, cdf: Any) -> None:
+    x = torch.randn(16, n, generator=Generator().manual_seed(n))
+    for tau in (0.01, 1e-3, 1e-6):
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            leaf = x.to(dtype).requires_grad_()
+            (dx,) = torch.autograd.grad(khot.inverse_soft_count(leaf, 2, tau=tau, cdf=cdf).sum(), leaf)
+            found.append(dx.double())
+        torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_counts_of_likelihoods_of_chosen_entries() -> None:
+    """The incoming gradient is 0 below the threshold, where log y moves, and next to nothing above."""
+    for rows in (1, 16):
+        for distance in (60.0, 82.0, 88.0):
+            x = torch.tensor([distance, -distance, -distance]).repeat(rows, 1)
+            v = torch.tensor([1e-3, 0, 0]).expand(rows, 3)
+            k = torch.ones(rows, dtype=torch.float64, requires_grad=True)
+            (dk,) = torch.autograd.grad(khot.log_soft_topk(x, k), k, v)
+            torch.testing.assert_close(dk, torch.full_like(dk, 5e-4), rtol=1e-4, atol=0)

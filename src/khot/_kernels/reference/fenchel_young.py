@@ -71,7 +71,8 @@ def _terms(x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau
     t_hi, t_lo = (v.unsqueeze(-1).masked_fill(settled, 0) for v in (hi, lo))
     scale = widen(tau).expand(x.shape[:-1]).unsqueeze(-1)
     z = ((widen(x).masked_fill(decided, 0) - t_hi) - t_lo) / scale
-    return _Terms(z.masked_fill(decided, 0), widen(target) * share.unsqueeze(-1), decided, scale)
+    T = (widen(target) * share.unsqueeze(-1)).clamp(max=1)  # a sum may miss k by rounding
+    return _Terms(z.masked_fill(decided, 0), T, decided, scale)
 
 
 def loss_of(x: Tensor, target: Tensor, share: Tensor, hi: Tensor, lo: Tensor, tau: Tensor, F: CDF) -> Tensor:
