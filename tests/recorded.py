@@ -376,14 +376,11 @@ def _careful(values: dict[str, Any]) -> None:
 
 def _spread(values: dict[str, Any], name: str) -> Tensor:
     """The entries of a tensor as rows."""
-    kind = values["kinds"][f"{name}_pointer"]
+    dtype = DTYPES[values["kinds"][f"{name}_pointer"]]
     inner, outer, row, column = (values[f"{name}_{each}"] for each in ("inner", "outer", "row", "column"))
-    size, found = DTYPES[kind].itemsize, torch.empty(values["rows"], values["n"], dtype=DTYPES[kind])
-    for i in range(values["rows"]):
-        for j in range(values["n"]):
-            at = i // inner * outer + i % inner * row + j * column
-            found[i, j] = _memory(values[f"{name}_pointer"] + size * at, DTYPES[kind])
-    return found
+    i, j = torch.arange(values["rows"]).unsqueeze(-1), torch.arange(values["n"])
+    at = i // inner * outer + i % inner * row + j * column
+    return _memory(values[f"{name}_pointer"], dtype, int(at.max()) + 1)[at]
 
 
 def _around(values: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -667,35 +668,48 @@ def test_compiled_whole(dynamic: bool) -> None:
     assert len({*counts}) == 1
 
 
-@pytest.mark.parametrize("case", [*SOFT, *LOSSES, *DRAWS])
-def test_in_a_graph(case: Case) -> None:
-    """Values and gradients of packed rows and of jagged ones are those in eager mode, of one graph for all
-    lengths; draws are those of the same seed."""
+def _kinds() -> dict[str, list[Case]]:
+    """All cases in few graphs, each of which takes as long as several more functions in it."""
+    cases = [case for param in [*SOFT, *LOSSES] for case in param.values]
+    return {
+        "entries": [case for case in cases if case.entries and not case.filled],
+        "rows": [case for case in cases if not case.entries and not case.filled],
+        "filled": [case for case in cases if case.filled],
+        "draws": [case for param in DRAWS for case in param.values],
+    }
 
-    def call(rows: Tensor, given: dict[str, Tensor], offsets: Tensor | None) -> Tensor:
-        found = case.function(rows, **given, offsets=offsets)
-        return found * 2 if found.is_floating_point() else found
 
-    for jagged in (False, True):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
-        counts = []
-        for lengths in (LENGTHS["filled"], [2, 6, 4] if case.filled else LENGTHS["mixed"]):
-            x, given, offsets = _values(lengths), _given(lengths, case.takes), _offsets(lengths)
-            found = []
-            for f in (compiled, call):
-                torch.manual_seed(5)
-                rows = torch.nested.nested_tensor_from_jagged(x, offsets) if jagged else x
-                y = f(rows, given, None if jagged else offsets)
-                found.append(y.values() if y.is_nested else y)
-            assert_close(*found)
-            if found[1].requires_grad:
-                g = torch.Generator().manual_seed(6)
-                weights = torch.randn(found[1].shape, dtype=torch.float64, generator=g)
-                assert_close(*(torch.autograd.grad((y.clamp(min=-50) * weights).sum(), x) for y in found))
-            counts.append(counter.frame_count)
-        assert len({*counts}) == 1
+@torch._dynamo.config.patch(specialize_float=True)  # which is found late: what came before is traced again
+@pytest.mark.parametrize("cases", _kinds().values(), ids=_kinds())
+def test_in_a_graph(cases: list[Case]) -> None:
+    """Values and gradients of jagged rows are those in eager mode, of one graph for all lengths; draws are
+    those of the same seed. Packed rows take the same way, in test_compiled_whole."""
+
+    def call(rows: list[Tensor], given: list[dict[str, Tensor]]) -> list[Tensor]:
+        found = [
+            case.function(x, **own, offsets=None) for case, x, own in zip(cases, rows, given, strict=True)
+        ]
+        return [y * 2 if y.is_floating_point() else y for y in found]
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in (LENGTHS["filled"], [2, 6, 4] if cases[0].filled else LENGTHS["mixed"]):
+        leaves, offsets = [_values(lengths) for _ in cases], _offsets(lengths)
+        rows = [torch.nested.nested_tensor_from_jagged(x, offsets) for x in leaves]
+        both, grads = [], []
+        for f in (compiled, call):
+            torch.manual_seed(5)
+            found = f(rows, [_given(lengths, case.takes) for case in cases])
+            both.append([y.values() if y.is_nested else y for y in found])
+            g = torch.Generator().manual_seed(6)
+            weights = [torch.randn(y.shape, dtype=torch.float64, generator=g) for y in both[-1]]
+            total = [(y.clamp(min=-50) * w).sum() for y, w in zip(both[-1], weights, strict=True)]
+            grads.append(torch.autograd.grad(torch.stack(total).sum(), leaves, materialize_grads=True))
+        for case, *of_case in zip(cases, *both, *grads, strict=True):
+            for pair in (of_case[:2], of_case[2:]):
+                assert_close(*pair, msg=partial("{}: {}".format, case.function.__name__))
+    assert counter.frame_count == 1
 
 
 def test_transforms() -> None:

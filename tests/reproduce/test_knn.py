@@ -15,7 +15,7 @@ def test_smoke_run(smoke) -> None:
     found = smoke("knn")
     assert {row["by"] for row in found.rows} == set(knn.NAMES)
     for method in ("logistic", "laplace", "entropy", "linear"):
-        # seeds 0 to 3: at most 0.029; after 36 steps at a high learning rate 0.15 and 0.24 (linear)
+        # seeds 0 to 3: at most 0.042; after 36 steps at a high learning rate 0.15 and 0.24 (linear)
         assert found.last("error", by=method) < 0.05
     assert len([row for row in found.rows if row["by"] == "logistic"]) == found.args.epochs
     # the papers' figures are those of MNIST
