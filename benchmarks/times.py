@@ -136,7 +136,8 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
         mask[:, :k] = True
         each = 1 + torch.rand(rows, generator=generator(2))
         soft = partial(khot.soft_topk, k=k)
-        softmax = partial(torch.softmax, dim=-1)
+        softmax, target = partial(torch.softmax, dim=-1), torch.zeros(rows, n)
+        target[:, :k] = 1
         # the call, its unit, and its inputs, of which the unit has the first
         found: dict[str, tuple[Any, ...]] = {"plain": (soft, softmax, x)}
         for cdf in ("logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3)):
@@ -158,6 +159,9 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
             "tau learned": (lambda x, tau: soft(x, tau=tau), softmax, x, torch.tensor(1.0)),
             "log_soft_topk": (partial(khot.log_soft_topk, k=k), softmax, x),
             "log_soft_topk, tau = 0.03": (partial(khot.log_soft_topk, k=k, tau=0.03), softmax, x),
+            "log_soft_topk, tau = 1e-06": (partial(khot.log_soft_topk, k=k, tau=1e-6), softmax, x),
+            "log_soft_topk, normal": (partial(khot.log_soft_topk, k=k, cdf="normal"), softmax, x),
+            "FenchelYoungTopKLoss": (partial(khot.losses.FenchelYoungTopKLoss(k), target=target), softmax, x),
             "bfloat16, over its softmax": (soft, softmax, x.bfloat16()),
             "float64, over its softmax": (soft, softmax, x.double()),
             "float64, tau = 0.03, over its softmax": (partial(soft, tau=0.03), softmax, x.double()),
@@ -181,6 +185,9 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
         target[:, :k] = 1
         operators: dict[str, Function] = {
             "soft_budget": partial(khot.soft_budget, cost=cost, budget=0.1 * (cost * mask).sum(-1)),
+            "soft_budget, at_most": partial(
+                khot.soft_budget, cost=cost, budget=0.1 * (cost * mask).sum(-1), at_most=True
+            ),
             "soft_topk_magnitude": partial(khot.soft_topk_magnitude, k=k),
             "FenchelYoungTopKLoss": lambda x, tau=1.0, mask=None: khot.losses.FenchelYoungTopKLoss(
                 k, tau=tau
