@@ -183,11 +183,10 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
         mask[:, :k] = True
         cost, target = torch.rand(rows, n, generator=generator(2)) + 0.05, torch.zeros(rows, n)
         target[:, :k] = 1
+        spent = partial(khot.soft_budget, cost=cost, budget=0.1 * (cost * mask).sum(-1))
         operators: dict[str, Function] = {
-            "soft_budget": partial(khot.soft_budget, cost=cost, budget=0.1 * (cost * mask).sum(-1)),
-            "soft_budget, at_most": partial(
-                khot.soft_budget, cost=cost, budget=0.1 * (cost * mask).sum(-1), at_most=True
-            ),
+            "soft_budget": spent,
+            "soft_budget, at_most": partial(spent, at_most=True),
             "soft_topk_magnitude": partial(khot.soft_topk_magnitude, k=k),
             "FenchelYoungTopKLoss": lambda x, tau=1.0, mask=None: khot.losses.FenchelYoungTopKLoss(
                 k, tau=tau

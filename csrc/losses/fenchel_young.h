@@ -10,9 +10,9 @@
 
 namespace khot::KHOT_ISA {
 
-struct Mass {
+struct LossTotal {
   double sum = 0;
-  void operator+=(const Mass& o) { sum += o.sum; }
+  void operator+=(const LossTotal& o) { sum += o.sum; }
 };
 
 // What a target is multiplied by so that it sums to k; NaN where it sums to less.
@@ -20,12 +20,12 @@ inline double share_of(const Row& target, int64_t n, const Parallel* inside, dou
   constexpr double kShort = 1 - 1e-6;
   if (k == 0) return 0;
   const double mass =
-      reduce<double, Mass>(target, n, inside,
-                           [](Mass& s, const double* p, int count, int64_t) {
-                             VecD total{};
-                             vectors<double>(p, count, 0, [&](VecD v, int, int) { total += v; });
-                             s.sum += sum<double>(total);
-                           })
+      reduce<double, LossTotal>(target, n, inside,
+                                [](LossTotal& s, const double* p, int count, int64_t) {
+                                  VecD total{};
+                                  vectors<double>(p, count, 0, [&](VecD v, int, int) { total += v; });
+                                  s.sum += sum<double>(total);
+                                })
           .sum /
       k;
   return mass < kShort ? kNan : 1 / mass;
@@ -54,8 +54,8 @@ class LossRow {
     // where the loss is many times that, it would take its digits
     const bool anew = !(std::fabs(loss) < 1e6 * tau_);
     const bool direct = x_.dtype == Dtype::kDouble;
-    const Pulls s = reduce<double, Pulls>(
-        x_, spec_.n, spec_.inside, [=, this](Pulls& s, const double* p, int count, int64_t at) {
+    const LossTotal s = reduce<double, LossTotal>(
+        x_, spec_.n, spec_.inside, [=, this](LossTotal& s, const double* p, int count, int64_t at) {
           double buffer[kBlock], results[kBlock];
           const double* const g = fetch(target_, at, count, buffer);
           double* const to = direct ? static_cast<double*>(grad_x) + at : results;
@@ -77,10 +77,6 @@ class LossRow {
   struct Sums {
     double terms = 0, misses = 0;  // misses: the decided entries with which the target does not agree
     void operator+=(const Sums& o) { terms += o.terms, misses += o.misses; }
-  };
-  struct Pulls {
-    double sum = 0;
-    void operator+=(const Pulls& o) { sum += o.sum; }
   };
   struct Entry {
     VecD z, T;     // z is 0 where the entry is decided

@@ -16,8 +16,8 @@ bool float_carries(const Spec& spec, const C& F, Dtype dtype, double tau) {
          spec.output != Output::kThreshold && (spec.output != Output::kLog || C::log_fits_float);
 }
 
-// Whether float carries the search for the threshold of the row to a few digits, and the
-// gradients of the threshold.
+// Whether float carries the search for the threshold of the row to a few digits, and the gradients of the
+// threshold.
 template <class C>
 bool float_carries_threshold(const Spec& spec, const C& F, Dtype dtype, double tau) {
   return C::full_support && F.fits_float && dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25 &&

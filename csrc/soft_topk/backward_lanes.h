@@ -55,10 +55,15 @@ class LaneBackward {
     return std::fabs(t.hi) < 1e38 && tau > 1e-25 && tau < 1e25;
   }
 
+  // Zeros where only t is wanted.
+  Row grad(const BackwardRows& rows, int64_t row) const {
+    static constexpr double none = 0;
+    return output_ == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : rows.grad(row);
+  }
+
   template <class Density>
   KHOT_INLINE Density density(Threshold t, double tau, int j) const {
-    if constexpr (std::is_same_v<Density, RelativeDensity<C, false>> ||
-                  std::is_same_v<Density, RelativeDensity<C, true>>) {
+    if constexpr (std::is_constructible_v<Density, C, Threshold, double, FloatGap>) {
       return {F_, t, tau, gaps_[j]};
     } else {
       return {F_, t, tau};
@@ -70,7 +75,6 @@ class LaneBackward {
   KHOT_PASS void run(const BackwardRows& rows, int64_t first, bool* done, Source source) {
     const Dtype dtype = rows.x(first).dtype;
     const bool direct = dtype == Dtype::kFloat;
-    const double none = 0;  // the gradient of y where only t is wanted
     const float *grads[width], *kept[width];
     VecF f[width] = {}, fz[width] = {}, fv[width] = {}, fzv[width] = {}, y[width] = {};
     VecF tau{}, slope{}, grad_lo{};
@@ -88,8 +92,7 @@ class LaneBackward {
       float* const keep = kept_ + j * kShortRow;
       const float* const x = fetch(source(first + j), 0, n_, Density::kKeeps ? x_ : keep);
       kept[j] = Density::kKeeps ? keep : x;
-      const Row grad = output_ == Output::kThreshold ? Row{&none, Dtype::kDouble, 0} : rows.grad(first + j);
-      const float* const g = grads[j] = fetch(grad, 0, n_, grads_ + j * kShortRow);
+      const float* const g = grads[j] = fetch(grad(rows, first + j), 0, n_, grads_ + j * kShortRow);
       DensitySums<float> sums;
       vectors<float>(x, n_, Density::kPad, [&](VecF v, int i, int lanes) {
         const VecF now = row.density(v, beside(g, i, lanes), sums);
@@ -134,7 +137,6 @@ class LaneBackward {
     const bool logs = output_ == Output::kLog, threshold = output_ == Output::kThreshold;
     const bool asked = rows.keeps_numbers();
     if (threshold && asked) return 0;
-    const double none = 0;
     if (std::find(done, done + width, false) == done + width) return 0;
     VecF ups[width], downs[width], largest[width], hi{}, taus = splat(1.0f);
     bool asks[width];
@@ -144,8 +146,7 @@ class LaneBackward {
       const Threshold t = rows.threshold(first + j);
       asks[j] = !done[j] && fits_float(t, tau) && (threshold || rows.grad_lo(first + j) == 0);
       if (!asks[j]) continue;
-      const Row grad = threshold ? Row{&none, Dtype::kDouble, 0} : rows.grad(first + j);
-      const float *x = fetch(rows.x(first + j), 0, n_, x_), *g = fetch(grad, 0, n_, grads_);
+      const float *x = fetch(rows.x(first + j), 0, n_, x_), *g = fetch(grad(rows, first + j), 0, n_, grads_);
       Decided::template find_nearest<float>(x, g, n_, t, logs, ups[j], downs[j], largest[j]);
       hi[j] = static_cast<float>(t.hi), taus[j] = static_cast<float>(tau);
     }
