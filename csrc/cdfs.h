@@ -11,9 +11,11 @@
 //   full_support        f > 0 everywhere; otherwise f > 0 on (0, 1) only
 //   median, mean, variance
 //   fits_float          float carries F: an error of z is not magnified
-//   log_fits_float      log F in float has no larger error than z. A pass over the scores (float or double)
-//                       then keeps log_state(z), from which log_slope(state, f) has f/F and f; a state of 0
-//                       has zeros
+//   log_fits_float      log F and f/F in float are off by no more than the digits of z are, in units of
+//                       1 + abs(log F). A pass over the scores (float or double) then keeps log_state(z),
+//                       from which log_slope(state, f) has f/F and f; a state of 0 has zeros. hazard_below(a)
+//                       is f/F so far below the median that 1 - F is 1
+//   least_logged        with log_fits_float: for smaller k, float's tails have not the digits for log F
 //   value_from_odds     from_odds(exp(-z)) is y, so that a move of t needs no new exponentials
 //   rise_is_product     with value_from_odds: from_odds(odds, rest) is y, and `rest` is 1 - y, both to the
 //                       last digit; and rise() is F(b) - F(a) for a < b, which are given as y and 1 - y, and
@@ -80,7 +82,7 @@ KHOT_APART inline double normal_quantile(double y) {
 template <class F>
 struct FullSupport {
   static constexpr bool full_support = true, fits_float = true;
-  static constexpr double median = 0, mean = 0;
+  static constexpr double median = 0, mean = 0, least_logged = 0;
   static constexpr int extra_passes = 0;
 
   template <class R>
@@ -186,6 +188,10 @@ struct Logistic : FullSupport<Logistic> {
     return (IntD)state < 0 ? 1 - tail : tail;
   }
   template <class R>
+  static KHOT_INLINE Vec<R> hazard_below(Vec<R> /*a*/) {
+    return splat<R>(1);
+  }
+  template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
     return -a - log1p<R>(exp_minus<R>(a));
   }
@@ -253,6 +259,10 @@ struct Laplace : FullSupport<Laplace> {
     return (Int<R>)state < 0 ? splat<R>(1) : divide<R>(f, 1 - f);
   }
   template <class R>
+  static KHOT_INLINE Vec<R> hazard_below(Vec<R> /*a*/) {
+    return splat<R>(1);
+  }
+  template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
     return -a - static_cast<R>(kLog2);
   }
@@ -294,15 +304,16 @@ struct Laplace : FullSupport<Laplace> {
 
 struct Normal : FullSupport<Normal> {
   static constexpr double variance = 1;
-  static constexpr bool log_fits_float = false, value_from_odds = false, density_from_value = false;
+  static constexpr bool log_fits_float = true, value_from_odds = false, density_from_value = false;
   static constexpr bool rise_is_product = false;
   static constexpr double last_step = 0.15;  // as for the logistic
+  static constexpr double least_logged = 1e-16;
   static double tail_reach(double a) { return 2 * std::sqrt(a); }
   using Derivatives = NormalDerivatives;
   KHOT_INLINE Derivatives derivatives() const { return {}; }
 
   // The Mills ratio M(a) = (1 - Phi(a))/phi(a). (a + 3/2) M(a) is nearly a polynomial in (a - 5)/(a + 5), and
-  // the one below interpolates it at Chebyshev's nodes with a relative error of 2e-16.
+  // those below interpolate it at Chebyshev's nodes with relative errors of 2e-16 and, in float, 1.5e-7.
   template <class R>
   static KHOT_INLINE Vec<R> mills(Vec<R> a) {
     if constexpr (sizeof(R) == 8) return mills_apart(a);
@@ -311,17 +322,23 @@ struct Normal : FullSupport<Normal> {
   static KHOT_APART VecD mills_apart(VecD a) { return mills_inline<double>(a); }
   template <class R>
   static KHOT_INLINE Vec<R> mills_inline(Vec<R> a) {
+    constexpr double kTerms[] = {
+        1.25325268064955247,      -0.409284920369224052,    0.223252281706877402,    -0.076300727553944753,
+        -0.00619981121507899012,  0.0321600733379138351,    -0.0267575803615791184,  0.0133667921538693192,
+        -0.00392612428285258843,  0.000187820804079843275,  0.000381309303757019339, -0.000133165801535498686,
+        -0.000016478337378783385, 0.0000211082468259921145, -1.02220349159413379e-6, -2.95587908946676958e-6,
+        4.16708492249091452e-7,   4.24463342572372312e-7,   -7.9084546577124268e-8,  -5.73779755061995461e-8,
+        1.09914657439360064e-8,   4.98911271683873154e-9,   -8.8859206852651427e-10};
+    constexpr float kFewTerms[] = {1.25325274f,     -0.40928492f,    0.223251656f,    -0.0763002262f,
+                                   -0.00619253144f, 0.0321541801f,   -0.0267885979f,  0.0133924522f,
+                                   -0.00386651303f, 0.000136353949f, 0.000328907947f, -8.34415114e-05f};
     a = clamp_above<R>(a, R(sizeof(R) == 8 ? 1e300 : 1e30));  // for a = inf the quotient would be inf/inf
-    constexpr R kTerms[] = {
-        R(1.25325268064955247),      R(-0.409284920369224052),    R(0.223252281706877402),
-        R(-0.076300727553944753),    R(-0.00619981121507899012),  R(0.0321600733379138351),
-        R(-0.0267575803615791184),   R(0.0133667921538693192),    R(-0.00392612428285258843),
-        R(0.000187820804079843275),  R(0.000381309303757019339),  R(-0.000133165801535498686),
-        R(-0.000016478337378783385), R(0.0000211082468259921145), R(-1.02220349159413379e-6),
-        R(-2.95587908946676958e-6),  R(4.16708492249091452e-7),   R(4.24463342572372312e-7),
-        R(-7.9084546577124268e-8),   R(-5.73779755061995461e-8),  R(1.09914657439360064e-8),
-        R(4.98911271683873154e-9),   R(-8.8859206852651427e-10)};
-    return polynomial((a - 5) / (a + 5), kTerms) / (a + R(1.5));
+    const Vec<R> r = divide<R>(a - 5, a + 5), width = a + R(1.5);
+    if constexpr (sizeof(R) == 8) {
+      return polynomial(r, kTerms) / width;
+    } else {
+      return divide<R>(polynomial(r, kFewTerms), width);
+    }
   }
   template <class R>
   static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
@@ -349,6 +366,30 @@ struct Normal : FullSupport<Normal> {
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
     return log_pdf<R>(a) + log_called<R>(mills<R>(a));
+  }
+  template <class R>
+  KHOT_INLINE Vec<R> log_value(Vec<R> z) const {
+    const Vec<R> a = abs<R>(z), ratio = mills<R>(a), log_f = log_pdf<R>(a),
+                 tail = exp_minus<R>(-log_f) * ratio;
+    return z > 0 ? log1p<R>(-tail) : log_f + log_called<R>(ratio);
+  }
+  // z itself, but for 0.
+  template <class V>
+  static KHOT_INLINE V log_state(V z) {
+    using R = std::remove_reference_t<decltype(z[0])>;
+    return z == 0 ? splat<R>(R(1e-30)) : z;
+  }
+  template <class V>
+  static KHOT_INLINE V log_slope(V z, V& f) {
+    using R = std::remove_reference_t<decltype(z[0])>;
+    const V a = abs<R>(z), ratio = mills<R>(a);
+    f = z == 0 ? V{} : tail_density<R>(a).density;
+    const V hazard = divide<R>(z > 0 ? f : splat<R>(1), z > 0 ? 1 - f * ratio : ratio);
+    return z == 0 ? V{} : hazard;
+  }
+  template <class R>
+  static KHOT_INLINE Vec<R> hazard_below(Vec<R> a) {
+    return 1 / mills<R>(a);
   }
   // Far below the median, the squares in log f - log F would round off everything else.
   template <class R>
@@ -386,6 +427,7 @@ R inverse_of(double tau, bool full_support) {
 template <bool kUniform>
 struct ClippedPower {
   static constexpr bool full_support = false, log_fits_float = false, value_from_odds = false;
+  static constexpr double least_logged = 0;
   static constexpr bool density_from_value = false, rise_is_product = false;
   static constexpr double last_step = 1e-7;  // F has a kink, so that only a step of no length is safe
   static constexpr int extra_passes = kUniform ? 0 : 4;  // steps overshoot where f is close to 0

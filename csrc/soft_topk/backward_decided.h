@@ -1,6 +1,6 @@
 // The gradients of y and log y in rows of which no entry is near t, so that all densities are small: with
 // weights relative to the largest of them. Where even that, divided by tau, is 0 in the row's dtype, so are
-// dL/dx and dL/dtau of y. In log y entries below t move with their score, as f/F is 1 there.
+// dL/dx and dL/dtau of y. In log y entries below t move with their score, by f/F.
 #pragma once
 
 #include <algorithm>
@@ -166,7 +166,8 @@ class DecidedRow {
   KHOT_INLINE VecD pulled(VecD d, VecD own, VecD incoming, double inner) const {
     const VecD u = own * incoming * inner;
     if (!log_) return u;
-    return abs<double>(d) < kInf<double> ? (d < 0 ? incoming / tau_ : u) : VecD{};
+    const VecD below = incoming * (C::template hazard_below<double>(-d / tau_) / tau_);
+    return abs<double>(d) < kInf<double> ? (d < 0 ? below : u) : VecD{};
   }
 
   Sums sums(double least, double inner) const {

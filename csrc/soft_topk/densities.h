@@ -119,10 +119,11 @@ struct FloatGap {
   }
 };
 
-// f from the scores, over that of the entry nearest to t. For log y, vf/(F tau) is summed, which is v/tau
-// below t.
+// f from the scores, over that of the entry nearest to t. For log y, vf/(F tau) is summed, and what is kept
+// has the sign of z, which 0 has, too; where f/F below t is no constant, only the score tells it.
 template <class C, bool kLog>
 struct RelativeDensity : ScoreDensity<float, C> {
+  static constexpr bool kKeeps = !kLog || C::value_from_odds;
   FloatGap gap;
 
   RelativeDensity(const C& F, Threshold t, double tau, FloatGap gap)
@@ -131,32 +132,33 @@ struct RelativeDensity : ScoreDensity<float, C> {
   double slope(double /*tau*/) const { return kLog ? 1 : gap.most; }
   double of_k(double mean) const { return kLog ? mean / gap.most : mean; }
 
-  // Returns f, for log y with the sign of z, which 0 has, too.
   KHOT_INLINE VecF density(VecF x, VecF v, DensitySums<float>& sums) const {
-    const VecF z = this->standardized(x);
+    const VecF z = this->standardized(x), own = signed_density(x), f = abs<float>(own);
+    const VecF u = kLog ? pulled(own, z, v) : f * v;
+    sums.add(f, f > 0 ? f * z : VecF{}, u, u != 0 ? u * z : VecF{});
+    return kKeeps ? own : x;
+  }
+  KHOT_INLINE VecF kept(VecF x) const { return kKeeps ? signed_density(x) : x; }
+  KHOT_INLINE VecF gradient(VecF kept, VecF v, float offset) const {
+    if constexpr (!kLog) return kept * gap.most * (v - offset);
+    if constexpr (kKeeps) return pulled(kept, VecF{}, v) - abs<float>(kept) * offset;
+    const VecF own = signed_density(kept);
+    return pulled(own, this->standardized(kept), v) - abs<float>(own) * offset;
+  }
+
+ private:
+  KHOT_INLINE VecF signed_density(VecF x) const {
     const IntF over = x >= gap.up;
     const VecF more =
         over ? (x - gap.up) * this->scale + gap.further_up : (gap.down - x) * this->scale + gap.further_down;
     const VecF less = C::value_from_odds ? more : more * (gap.distance + 0.5f * more);
     const VecF f = less < 80 ? exp2_held(less * -static_cast<float>(kLog2E)) : VecF{};
-    const VecF fz = f > 0 ? f * z : VecF{};
-    if constexpr (!kLog) {
-      sums.add(f, fz, f * v, fz * v);
-      return f;
-    } else {
-      const VecF kept = ~over & (x > -kInf<float>) ? -f : f, u = pulled(kept, v);
-      sums.add(f, fz, u, u != 0 ? u * z : VecF{});
-      return kept;
-    }
+    if constexpr (!kLog) return f;
+    return ~over & (x > -kInf<float>) ? -f : f;
   }
-  KHOT_INLINE VecF gradient(VecF kept, VecF v, float offset) const {
-    if constexpr (!kLog) return kept * gap.most * (v - offset);
-    return pulled(kept, v) - abs<float>(kept) * offset;
-  }
-
- private:
-  KHOT_INLINE VecF pulled(VecF kept, VecF v) const {
-    return v * ((IntF)kept < 0 ? splat(this->scale) : kept * gap.most);
+  KHOT_INLINE VecF pulled(VecF own, VecF z, VecF v) const {
+    const VecF below = C::template hazard_below<float>(-z) * this->scale;
+    return v * ((IntF)own < 0 ? below : abs<float>(own) * gap.most);
   }
 };
 

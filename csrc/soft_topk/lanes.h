@@ -108,7 +108,8 @@ class LaneSolver : public SharpCounts<C> {
       k_[j] = static_cast<float>(k_all_[j]);
       goal_[j] = static_cast<float>(sum), goal_low_[j] = static_cast<float>(sum - goal_[j]);
     }
-    good = (k_ > 0) & (tau_ > 1e-25f) & (tau_ < 1e25f);
+    const double least = output_ == Output::kLog ? C::least_logged : 0;
+    good = (k_ > static_cast<float>(least)) & (tau_ > 1e-25f) & (tau_ < 1e25f);
     scale_ = 1 / tau_;
   }
 

@@ -3,6 +3,7 @@ gaps in which densities underflow. What rows are at every temperature is held by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,3 +177,18 @@ def test_counts_of_likelihoods_of_chosen_entries() -> None:
             k = torch.ones(rows, dtype=torch.float64, requires_grad=True)
             (dk,) = torch.autograd.grad(khot.log_soft_topk(x, k), k, v)
             torch.testing.assert_close(dk, torch.full_like(dk, 5e-4), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("call", [khot.log_soft_topk, khot.inverse_soft_count])
+def test_gradients_of_long_rows_whose_entries_are_decided(call: Callable[..., Tensor], cdf: Any) -> None:
+    n = (1 << 18) + 5  # longer than what is kept between the two passes
+    x = torch.randperm(n, generator=Generator().manual_seed(1)).float()
+    v = torch.randn(n, generator=Generator().manual_seed(2))
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.to(dtype).requires_grad_()
+        out = call(leaf, 1_000, tau=1e-3, cdf=cdf)
+        (dx,) = torch.autograd.grad(out, leaf, v.to(dtype) if out.dim() else torch.ones_like(out))
+        found.append(dx.double())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6 * found[1].abs().max().item())
