@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "selection/groups.h"
+#include "selection/rank_lanes.h"
 #include "simd/tile.h"
 
 namespace khot::KHOT_ISA {
@@ -71,81 +72,72 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
   mark(p, end, n, static_cast<I>(cut.level + 1), order.one, out);
 }
 
-// Rows of up to kShortRow entries, as many as a vector of floats has lanes. The k-th largest key of each row
-// is found bit by bit, from the highest on.
+// Rows of up to kShortRow entries, as many as a vector of floats has lanes.
 class MaskLanes {
  public:
   static constexpr int width = kWidth<float>;
 
   void write(const MaskRows& rows, int n, int64_t first) {
     gather([&](int j) { return rows.x(first + j); }, n, rows_, tile_);
-    const IntF bad = read(rows, n, first);
-    const IntF ties = search(n);
-    if (any(ties)) {
-      take_first(n);
-    } else {
-      for (int i = 0; i < n; ++i) keys(i) = (keys(i) >= level_) & kOrder.one;
-    }
-    if (any(bad)) {  // nothing is selected in these
-      for (int i = 0; i < n; ++i) keys(i) |= bad & kOrder.nan;
+    const IntF bad = read(rows, n, first), ties = search(n, bad);
+    const VecF one = splat(1.0f), nan = splat(static_cast<float>(kNan));
+    VecF left = any(ties) ? left_for_ties(n) : VecF{};
+    for (int i = 0; i < n; ++i) {
+      VecF& x = *column(tile_, i);
+      const IntF tie = ties & (x == level_), taken = tie ? left > 0 : x >= level_;
+      left -= tie ? one : VecF{};
+      x = bad ? nan : taken ? one : VecF{};
     }
     scatter([&](int j) { return rows.out(first + j); }, rows.x(first).dtype, n, rows_, tile_);
   }
 
  private:
-  static constexpr const Ordered<int32_t>& kOrder = kOrderedFloat;
-
-  using Keys __attribute__((may_alias)) = IntF;  // they take the place of the entries, and the mask theirs
-  Keys& keys(int i) { return *reinterpret_cast<Keys*>(tile_ + i * width); }
-
-  // Replaces the entries by their keys, and returns the rows that have no mask.
+  // How many entries each row selects, and the rows that have no mask.
   IntF read(const MaskRows& rows, int n, int64_t first) {
     IntF selectable{}, pinned{}, nan{}, bad{};
     for (int i = 0; i < n; ++i) {
-      const IntF key = kOrder.key<IntF>(keys(i));
-      selectable -= key != -kOrder.infinity;
-      pinned -= key == kOrder.infinity;
-      nan |= (key > kOrder.infinity) | (key < -kOrder.infinity);
-      keys(i) = key;
+      const VecF x = *column(tile_, i);
+      selectable -= x != -kInf<float>, pinned -= x == kInf<float>, nan |= x != x;
     }
     for (int j = 0; j < width; ++j) {
       const double k = rows.k(first + j), rounded = std::floor(k + 0.5);
       const bool good = !nan[j] && k >= 0 && k <= selectable[j] && pinned[j] <= rounded;
       bad[j] = good ? 0 : -1;
-      count_[j] = good ? static_cast<int32_t>(rounded) : 0;
+      count_[j] = good ? static_cast<int>(rounded) : 0;
     }
     return bad;
   }
 
-  // Finds the level for the key of rank count, and returns the rows where more keys than that reach it.
-  IntF search(int n) {
-    IntF reached = splat_int(n);
-    level_ = splat_int(kOrder.kLeast);
-    for (int bit = 31; bit >= 0 && any(reached != count_); --bit) {
-      const IntF trial = level_ ^ splat_int(static_cast<int32_t>(1u << bit));
-      IntF here{};
-      for (int i = 0; i < n; ++i) here -= keys(i) >= trial;
-      const IntF up = here >= count_;
-      level_ = up ? trial : level_, reached = up ? here : reached;
+  // Finds the least entry that is selected, and returns the rows in which more than the others are as large.
+  IntF search(int n, IntF bad) {
+    int low = n + 1, high = 0;
+    for (int j = 0; j < width; ++j) {
+      if (!bad[j]) low = std::min(low, count_[j]), high = std::max(high, count_[j]);
     }
-    return reached != count_;
+    level_ = splat(kInf<float>);
+    if (high == 0) return IntF{};
+    const RankLanes sorted(tile_, n, low, high, sorted_, rows_);
+    level_ = low == high ? sorted.at(low) : sorted.at(count_, 0);
+    IntF reached{};
+    for (int i = 0; i < n; ++i) reached -= *column(tile_, i) >= level_;
+    IntF ties{};
+    for (int j = 0; j < width; ++j) ties[j] = !bad[j] && reached[j] != count_[j] ? -1 : 0;
+    return ties;
   }
 
-  // Of the entries at the level, only the first are selected.
-  void take_first(int n) {
-    IntF left = count_;
-    for (int i = 0; i < n; ++i) left += keys(i) > level_;
-    for (int i = 0; i < n; ++i) {
-      const IntF key = keys(i), tie = (key == level_) & (left > 0);
-      left += tie;
-      keys(i) = ((key > level_) | tie) & kOrder.one;
-    }
+  // How many of the entries at the level are selected, of which the first are.
+  VecF left_for_ties(int n) {
+    IntF above{};
+    for (int i = 0; i < n; ++i) above -= *column(tile_, i) > level_;
+    VecF left;
+    for (int j = 0; j < width; ++j) left[j] = static_cast<float>(count_[j] - above[j]);
+    return left;
   }
 
-  static IntF splat_int(int32_t v) { return IntF{} + v; }
-
-  IntF count_{}, level_{};
-  alignas(KHOT_VECTOR_BYTES) float tile_[kShortRow * width], rows_[kShortRow * width];
+  int count_[width];
+  VecF level_{};
+  alignas(KHOT_VECTOR_BYTES) float tile_[kShortRow * width], rows_[kShortRow * width],
+      sorted_[kShortRow * width];
 };
 
 // The rows [begin, end).
