@@ -214,7 +214,10 @@ struct Logistic : FullSupport<Logistic> {
     return y * (1 - y);
   }
 
-  KHOT_INLINE VecD surplus(VecD z) const { return log1p<double>(exp_minus<double>(abs<double>(z))); }
+  template <class R>
+  KHOT_INLINE Vec<R> surplus(Vec<R> z) const {
+    return log1p<R>(exp_minus<R>(abs<R>(z)));
+  }
   KHOT_INLINE VecD potential(VecD y) const { return times_log(y) + times_log(1 - y); }
   double pdf(double z) const {
     const double e = std::exp(-std::fabs(z));
@@ -288,7 +291,10 @@ struct Laplace : FullSupport<Laplace> {
     return rest < y ? rest : y;
   }
 
-  KHOT_INLINE VecD surplus(VecD z) const { return exp_minus<double>(abs<double>(z)) / 2; }
+  template <class R>
+  KHOT_INLINE Vec<R> surplus(Vec<R> z) const {
+    return exp_minus<R>(abs<R>(z)) / 2;
+  }
   KHOT_INLINE VecD potential(VecD y) const {
     const VecD less = y < 0.5 ? y : 1 - y;
     return (times_log(2 * less) - 2 * less) / 2;
@@ -397,10 +403,10 @@ struct Normal : FullSupport<Normal> {
     return z > 0 ? log_f - log_F : -log_called<R>(mills<R>(abs<R>(z)));
   }
 
-  KHOT_INLINE VecD surplus(VecD z) const {
-    const VecD a = clamp_above<double>(abs<double>(z), 1e100);
-    const TailDensity<double> here = tail_density<double>(a);
-    return here.density - a * here.tail;
+  template <class R>
+  KHOT_INLINE Vec<R> surplus(Vec<R> z) const {
+    const Vec<R> a = clamp_above<R>(abs<R>(z), R(1e30));
+    return exp_minus<R>(-log_pdf<R>(a)) * (1 - a * mills<R>(a));
   }
   KHOT_APART VecD potential(VecD y) const {
     for (int i = 0; i < kWidth<double>; ++i) y[i] = y[i] > 0 && y[i] < 1 ? -pdf(normal_quantile(y[i])) : 0;
@@ -497,9 +503,10 @@ struct ClippedPower {
     return log_called<R>(split<R>(z, above).tail);
   }
 
-  KHOT_INLINE VecD surplus(VecD z) const {
-    const VecD inside = clamp_above<double>(clamp_below<double>(z, 0), 1);
-    return inside * (value<double>(z) / (e + 1) - 1);
+  template <class R>
+  KHOT_INLINE Vec<R> surplus(Vec<R> z) const {
+    const Vec<R> inside = clamp_above<R>(clamp_below<R>(z, R(0)), R(1));
+    return inside * (value<R>(z) / static_cast<R>(e + 1) - 1);
   }
   KHOT_INLINE VecD potential(VecD y) const {
     const VecD power = exp_minus<double>(log_apart(y) / -mean);  // p = 1/mean

@@ -1,8 +1,10 @@
 // The Fenchel-Young loss of a soft top-k, tau sum (omega*(z) + omega(T) - z T) with z = (x - t)/tau, from its
-// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py), in double.
+// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py). In float where that carries the
+// row: not for the losses of targets between 0 and 1, whose terms cancel.
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "cdfs.h"
 #include "search/guess.h"
@@ -10,28 +12,39 @@
 
 namespace khot::KHOT_ISA {
 
-struct LossTotal {
-  double sum = 0;
-  void operator+=(const LossTotal& o) { sum += o.sum; }
+struct TargetSums {
+  double mass = 0;
+  bool soft = false;  // whether some are neither 0 nor 1
+  void operator+=(const TargetSums& o) { mass += o.mass, soft |= o.soft; }
 };
 
-// What a target is multiplied by so that it sums to k; NaN where it sums to less.
-inline double share_of(const Row& target, int64_t n, const Parallel* inside, double k) {
-  constexpr double kShort = 1 - 1e-6;
-  if (k == 0) return 0;
-  const double mass =
-      reduce<double, LossTotal>(target, n, inside,
-                                [](LossTotal& s, const double* p, int count, int64_t) {
-                                  VecD total{};
-                                  vectors<double>(p, count, 0, [&](VecD v, int, int) { total += v; });
-                                  s.sum += sum<double>(total);
-                                })
-          .sum /
-      k;
-  return mass < kShort ? kNan : 1 / mass;
+inline TargetSums sums_of(const Row& target, int64_t n, const Parallel* inside) {
+  return reduce<double, TargetSums>(target, n, inside,
+                                    [](TargetSums& s, const double* p, int count, int64_t) {
+                                      VecD total{};
+                                      IntD soft{};
+                                      vectors<double>(p, count, 0, [&](VecD v, int, int) {
+                                        total += v;
+                                        soft |= (v != 0) & (v != 1);
+                                      });
+                                      s.mass += sum<double>(total), s.soft |= any((IntF)soft);
+                                    });
 }
 
-template <class C>
+// What a target of this sum is multiplied by so that it sums to k; NaN where it sums to less.
+inline double share_of(double mass, double k) {
+  constexpr double kShort = 1 - 1e-6;
+  if (k == 0) return 0;
+  return mass / k < kShort ? kNan : k / mass;
+}
+
+struct LongSumOfDouble {
+  VecD total{};
+  KHOT_INLINE void add(VecD v) { total += v; }
+  KHOT_INLINE void flush() {}
+};
+
+template <class R, class C>
 class LossRow {
  public:
   LossRow(const Spec& spec, const C& F, const LossRows& rows, int64_t row, double share)
@@ -39,9 +52,12 @@ class LossRow {
         F_(F),
         x_(rows.x(row)),
         target_(rows.target(row)),
-        share_(share),
         tau_(rows.tau(row)),
-        t_(rows.threshold(row)) {}
+        t_(rows.threshold(row)),
+        share_(static_cast<R>(share)),
+        hi_(static_cast<R>(t_.hi)),
+        lo_(static_cast<R>((t_.hi - hi_) + t_.lo)),
+        scale_(static_cast<R>(1 / tau_)) {}
 
   double loss() const {
     const Sums s = sums();
@@ -51,45 +67,64 @@ class LossRow {
 
   // Writes dL/dx, and returns dL/dtau. That is sum (omega*(z) + omega(T) - z F(z)), of undecided entries.
   KHOT_APART double pull(double grad, double loss, void* grad_x) const {
-    // where the loss is many times that, it would take its digits
-    const bool anew = !(std::fabs(loss) < 1e6 * tau_);
-    const bool direct = x_.dtype == Dtype::kDouble;
-    const LossTotal s = reduce<double, LossTotal>(
-        x_, spec_.n, spec_.inside, [=, this](LossTotal& s, const double* p, int count, int64_t at) {
-          double buffer[kBlock], results[kBlock];
-          const double* const g = fetch(target_, at, count, buffer);
-          double* const to = direct ? static_cast<double*>(grad_x) + at : results;
-          VecD pulls{}, rates{};
-          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+    const bool anew = sizeof(R) == 8 && outweighs(loss);
+    constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
+    const bool direct = x_.dtype == own;
+    const R factor = static_cast<R>(grad);
+    const Sums s =
+        reduce<R, Sums>(x_, spec_.n, spec_.inside, [=, this](Sums& s, const R* p, int count, int64_t at) {
+          R buffer[kBlock], results[kBlock];
+          const R* const g = fetch(target_, at, count, buffer);
+          R* const to = direct ? static_cast<R*>(grad_x) + at : results;
+          Total terms;
+          auto add = [&](Vec<R> x, int i, int lanes) {
             const Entry now = entry(x, beside(g, i, lanes));
-            const VecD e = now.decided ? VecD{} : F_.template value<double>(now.z) - now.T;
-            pulls += e * now.z;
-            if (anew) rates += rate(now);
-            store_beside(to, i, lanes, grad * e);
-          });
-          s.sum += anew ? -sum<double>(rates) : sum<double>(pulls);
+            const Vec<R> e = now.decided ? Vec<R>{} : excess(now);
+            if constexpr (sizeof(R) == 8) {
+              terms.add(anew ? -rate(now) : e * now.z);
+            } else {
+              terms.add(e * now.z);
+            }
+            store_beside(to, i, lanes, factor * e);
+          };
+          vectors<R>(p, count, -kInf<R>, add, [&] { terms.flush(); });
+          s.terms += sum<double>(terms.total);
           if (!direct) put(grad_x, x_.dtype, at, count, results);
         });
-    return grad * ((anew ? 0 : loss / tau_) - s.sum);
+    return grad * ((anew ? 0 : loss / tau_) - s.terms);
+  }
+
+  // Whether a loss is so large beside dL/dtau that it takes the digits of that.
+  bool outweighs(double loss) const {
+    return !(std::fabs(loss) < (sizeof(R) == 4 ? 1e3 + static_cast<double>(spec_.n) : 1e6) * tau_);
   }
 
  private:
+  using Total = std::conditional_t<sizeof(R) == 4, LongSum, LongSumOfDouble>;
   struct Sums {
-    double terms = 0, misses = 0;  // misses: the decided entries with which the target does not agree
-    void operator+=(const Sums& o) { terms += o.terms, misses += o.misses; }
+    double terms = 0;
+    bool misses = false;  // whether the target does not agree with a decided entry
+    void operator+=(const Sums& o) { terms += o.terms, misses |= o.misses; }
   };
   struct Entry {
-    VecD z, T;     // z is 0 where the entry is decided
-    IntD decided;  // by an infinite score, or as all are
+    Vec<R> z, T;     // z is 0 where the entry is decided
+    Int<R> decided;  // by an infinite score, or as all are
   };
 
   bool all_decided() const { return std::fabs(t_.hi) == kHuge; }
 
-  KHOT_INLINE Entry entry(VecD x, VecD target) const {
-    const IntD decided = all_decided() ? IntD{} == 0 : abs<double>(x) == kInfinity;
-    const VecD z = ((x - t_.hi) - t_.lo) * (1 / tau_);
-    const VecD T = clamp_above<double>(target * share_, 1);  // a sum may miss k by rounding
-    return {decided ? VecD{} : z, T, decided};
+  KHOT_INLINE Entry entry(Vec<R> x, Vec<R> target) const {
+    const Int<R> decided = all_decided() ? Int<R>{} == 0 : abs<R>(x) == kInf<R>;
+    const Vec<R> z = ((x - hi_) - lo_) * scale_;
+    const Vec<R> T = clamp_above<R>(target * share_, 1);  // a sum may miss k by rounding
+    return {decided ? Vec<R>{} : z, T, decided};
+  }
+
+  // F(z) - T, also where both are next to 1.
+  KHOT_INLINE Vec<R> excess(const Entry& of) const {
+    const Int<R> above = of.z > static_cast<R>(F_.median);
+    const Vec<R> tail = F_.template split<R>(of.z, above).tail;
+    return above ? (1 - of.T) - tail : tail - of.T;
   }
 
   // omega*(z) + omega(T) - z F(z)
@@ -98,30 +133,36 @@ class LossRow {
     const VecD F = F_.template value<double>(of.z),
                tail = F_.template split<double>(of.z, of.z > F_.median).tail;
     const VecD rest = of.z > F_.median ? tail : 1 - F;
-    const VecD own = F_.surplus(of.z) + potential(of.T) + (above ? of.z * rest : -of.z * F);
+    const VecD own = F_.template surplus<double>(of.z) + potential(of.T) + (above ? of.z * rest : -of.z * F);
     return of.decided ? VecD{} : own;
   }
 
-  // That of targets of 0 and 1 needs no logarithm.
-  KHOT_INLINE VecD potential(VecD T) const {
-    const bool soft = any((IntF)((T > 0) & (T < 1)));
-    return soft ? F_.potential(T) : T * F_.highest_potential();
+  // That of targets of 0 and 1 needs no logarithm, and no others come in float.
+  KHOT_INLINE Vec<R> potential(Vec<R> T) const {
+    if constexpr (sizeof(R) == 8) {
+      if (any((IntF)((T > 0) & (T < 1)))) return F_.potential(T);
+    }
+    return T * static_cast<R>(F_.highest_potential());
   }
 
   KHOT_APART Sums sums() const {
-    return reduce_beside<double, Sums>(
-        x_, target_, spec_.n, spec_.inside, [this](Sums& s, const double* p, const double* g, int count) {
-          const double every = t_.hi < 0 ? 1 : 0;  // of those that are decided together
-          VecD terms{}, misses{};
-          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+    return reduce_beside<R, Sums>(
+        x_, target_, spec_.n, spec_.inside, [this](Sums& s, const R* p, const R* g, int count) {
+          const Vec<R> every = splat<R>(t_.hi < 0 ? 1 : 0);  // of those that are decided together
+          Total terms;
+          Int<R> misses{};
+          auto add = [&](Vec<R> x, int i, int lanes) {
             const auto [z, T, decided] = entry(x, beside(g, i, lanes));
-            const VecD infinite = x > 0 ? splat(1.0) : VecD{};
-            const VecD off = T - (abs<double>(x) == kInfinity ? infinite : splat(every));
-            misses += decided & ~(abs<double>(off) < kClose) ? splat(1.0) : VecD{};
-            const VecD own = ((z > 0 ? z : VecD{}) - z * T) + (F_.surplus(z) + potential(T));
-            terms += decided ? VecD{} : own;
-          });
-          s.terms += sum<double>(terms), s.misses += sum<double>(misses);
+            const Vec<R> infinite = x > 0 ? splat<R>(1) : Vec<R>{};
+            const Vec<R> off = T - (abs<R>(x) == kInf<R> ? infinite : every);
+            misses |= decided & ~(abs<R>(off) < static_cast<R>(kClose));
+            const Vec<R> linear = (z > 0 ? z : Vec<R>{}) - z * T;
+            const Vec<R> own = linear + (F_.template surplus<R>(z) + potential(T));
+            terms.add(decided ? Vec<R>{} : own);
+          };
+          vectors<R>(p, count, -kInf<R>, add, [&] { terms.flush(); });
+          s.terms += sum<double>(terms.total);
+          for (int i = 0; i < kWidth<R>; ++i) s.misses |= misses[i] != 0;
         });
   }
 
@@ -130,16 +171,30 @@ class LossRow {
   const Spec& spec_;
   const C& F_;
   Row x_, target_;
-  double share_, tau_;
+  double tau_;
   Threshold t_;
+  R share_, hi_, lo_, scale_;
 };
+
+// Whether float carries z, as far as tau tells.
+inline bool float_carries_loss(const LossRows& rows, int64_t row) {
+  const double tau = rows.tau(row);
+  return rows.x(row).dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25;
+}
 
 inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     const auto same = general(F);
+    using C = std::remove_cv_t<decltype(same)>;
     for (int64_t i = begin; i < end; ++i) {
-      const double share = share_of(rows.target(i), spec.n, spec.inside, rows.k(i));
-      rows.put(i, LossRow(spec, same, rows, i, share).loss(), share);
+      const TargetSums target = sums_of(rows.target(i), spec.n, spec.inside);
+      const double share = share_of(target.mass, rows.k(i));
+      double loss = kNan;
+      if (float_carries_loss(rows, i) && !target.soft && share == 1)
+        loss = LossRow<float, C>(spec, same, rows, i, share).loss();
+      // in float a score may be too many tau from t
+      if (std::isnan(loss)) loss = LossRow<double, C>(spec, same, rows, i, share).loss();
+      rows.put(i, loss, share);
     }
   });
 }
@@ -147,9 +202,14 @@ inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin,
 inline void fenchel_young_backward(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     const auto same = general(F);
+    using C = std::remove_cv_t<decltype(same)>;
     for (int64_t i = begin; i < end; ++i) {
-      const LossRow row(spec, same, rows, i, rows.share(i));
-      rows.put_tau(i, row.pull(rows.grad(i), rows.loss(i), rows.grad_x(i)));
+      auto pull = [&](const auto& row) { return row.pull(rows.grad(i), rows.loss(i), rows.grad_x(i)); };
+      const LossRow<float, C> row(spec, same, rows, i, rows.share(i));
+      double grad_tau = kNan;
+      if (float_carries_loss(rows, i) && !row.outweighs(rows.loss(i))) grad_tau = pull(row);
+      if (!std::isfinite(grad_tau)) grad_tau = pull(LossRow<double, C>(spec, same, rows, i, rows.share(i)));
+      rows.put_tau(i, grad_tau);
     }
   });
 }
