@@ -45,14 +45,17 @@ template <bool kByValue, class C>
 void budget_row(const BudgetSpec& spec, const C& F, const BlockCdf& careful, const Row& x, const Row& cost,
                 double budget, double tau, void* out, Goal& goal, Threshold& t) {
   if (exact(kByValue) && float_carries(spec, F, x.dtype, tau)) {
-    const FlushSubnormals flush;
     OrdinaryBudget<C, kByValue> ordinary(x, cost, spec.n, tau, F, spec.inside);
-    if (ordinary.solve(budget, spec.at_most, goal, t, out)) return;
-  }
-  if constexpr (!kByValue) {
-    if (float_carries(spec, F, x.dtype, tau) &&
-        solve_near(spec, F, careful, x, cost, budget, tau, out, goal, t))
-      return;
+    auto solved = [&](bool leaves_wide) {
+      const FlushSubnormals flush;
+      return ordinary.solve(budget, spec.at_most, leaves_wide, goal, t, out);
+    };
+    const bool near = !kByValue && suits_near<C>(spec, x, cost);
+    if (solved(near)) return;
+    if constexpr (!kByValue) {
+      if (near && solve_near(spec, F, careful, x, cost, budget, tau, ordinary.around(), out, goal, t)) return;
+    }
+    if (near && ordinary.is_wide() && solved(false)) return;
   }
   t = CarefulBudget(spec, careful, x, cost, tau).solve(budget);
   apply_budget(spec, careful, x, cost, t, tau, out);

@@ -16,8 +16,9 @@ class EntriesNearBudget {
   EntriesNearBudget(const float* x, const float* cost, int n) : x_(x), cost_(cost), n_(n) {}
 
   // Finds two levels, at which the entries from there on cost more and less than the budget, with few entries
-  // or less than tau between them; false where a row has none, or an entry does not suit.
-  KHOT_APART bool bracket(double budget, double tau) {
+  // or less than tau between them; false where a row has none, or an entry does not suit. The first trials
+  // are where the moments say, and beside that.
+  KHOT_APART bool bracket(double budget, double tau, const Around& around) {
     VecF least = splat(kInf<float>), most = -least;
     IntF bad{}, there{};
     LongSum total;
@@ -39,16 +40,23 @@ class EntriesNearBudget {
     high_ = std::nextafter(maximum<float>(most), std::numeric_limits<float>::infinity());
     int from_low = 0, from_high = 0;
     for (int j = 0; j < kWidth<float>; ++j) from_low += there[j];
+    const double mean = all_ / std::max(from_low, 1);
+    double trial = around.level;
     bool halve = false;
     for (int pass = 0; pass < 24; ++pass) {
       const double width = static_cast<double>(high_) - low_;
       if (from_low - from_high <= kFew || width <= tau) break;
-      const double line = (at_low_ - budget) / (at_low_ - at_high_);
-      const double share = halve ? 0.5 : std::min(std::max(line, 0.05), 0.95);
-      const float level = static_cast<float>(low_ + share * width);
+      if (pass >= kGuessed || !(trial > low_ && trial < high_)) {
+        const double line = (at_low_ - budget) / (at_low_ - at_high_);
+        trial = low_ + (halve ? 0.5 : std::min(std::max(line, 0.05), 0.95)) * width;
+      }
+      const float level = static_cast<float>(trial);
       if (!(level > low_ && level < high_)) break;
       int count;
       const double spent = spent_from(level, count);
+      // a little beyond where the budget is spent at this density
+      const double off = std::fabs(spent - budget), beyond = off + 2 * (std::sqrt(off * mean) + mean);
+      trial = level + std::copysign(beyond, spent - budget) / around.density;
       if (spent > budget) {
         low_ = level, at_low_ = spent, from_low = count;
       } else {
@@ -89,7 +97,7 @@ class EntriesNearBudget {
   float* out() { return ys_; }  // room for their y
 
  private:
-  static constexpr int kFew = 4, kMost = 4096;
+  static constexpr int kFew = 4, kMost = 4096, kGuessed = 3;
 
   KHOT_APART double spent_from(float level, int& count) const {
     IntF counts{};
@@ -133,16 +141,22 @@ class EntriesNearBudget {
       ys_[kMost + kWidth<float>];
 };
 
+// Whether solve_near() may serve a row.
+template <class C>
+bool suits_near(const BudgetSpec& spec, const Row& x, const Row& cost) {
+  auto plain = [](const Row& row) { return row.dtype == Dtype::kFloat && row.step == 1; };
+  return (!spec.at_most || C::full_support) && plain(x) && plain(cost) && spec.n >= 16 && spec.n <= 1 << 20;
+}
+
 // Returns whether there is a threshold t; then out holds y.
 template <class C>
 KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& careful, const Row& x,
-                           const Row& cost, double budget, double tau, void* out, Goal& goal, Threshold& t) {
-  auto plain = [](const Row& row) { return row.dtype == Dtype::kFloat && row.step == 1; };
-  if ((spec.at_most && !C::full_support) || !plain(x) || !plain(cost) || spec.n < 16 || spec.n > 1 << 20)
-    return false;
+                           const Row& cost, double budget, double tau, const Around& around, void* out,
+                           Goal& goal, Threshold& t) {
   EntriesNearBudget near(static_cast<const float*>(x.data), static_cast<const float*>(cost.data),
                          static_cast<int>(spec.n));
-  if (!near.bracket(budget, tau) || !near.keep(budget, tau, [](double a) { return C::tail_reach(a); }))
+  if (!near.bracket(budget, tau, around) ||
+      !near.keep(budget, tau, [](double a) { return C::tail_reach(a); }))
     return false;
   // Of these alone, more of the costs are undecided.
   const int size = near.size();
@@ -151,7 +165,7 @@ KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& c
   {
     const FlushSubnormals flush;
     found = OrdinaryBudget<C, false>(near.x(), near.cost(), size, tau, F, nullptr)
-                .solve(left, false, goal, t, near.out());
+                .solve(left, false, false, goal, t, near.out());
   }
   if (!found) {
     BudgetSpec part = spec;

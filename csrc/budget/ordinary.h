@@ -67,6 +67,12 @@ KHOT_APART MomentSums moment_sums(const Row& x, const Row& cost, int64_t n, cons
       });
 }
 
+// By the moments of a row, where the budget is spent if entries are taken whole, and what costs there are,
+// per unit of a score.
+struct Around {
+  double level = kNan, deviation = kNan, density = kNan;
+};
+
 template <class C, bool kByValue>
 class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
   using Passes = RowPasses<C, Cost<kByValue>>;
@@ -80,8 +86,9 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
       : Passes({cost}, x, n, tau, F, inside) {}
 
   // Returns whether the row was ordinary. Then t is the threshold, and out holds y. At most that much is
-  // spent with at_most, where t is not negative.
-  bool solve(double budget, bool at_most, Goal& goal, Threshold& t, void* out) {
+  // spent with at_most, where t is not negative. With leaves_wide, rows whose scores spread so far that few
+  // costs can be undecided are not ordinary; of these, around() is known.
+  bool solve(double budget, bool at_most, bool leaves_wide, Goal& goal, Threshold& t, void* out) {
     if (!(budget > 0 && budget < kInfinity)) return false;
     budget_ = budget;
     const bool stores = Passes::kStores && x_.dtype == Dtype::kFloat;
@@ -99,7 +106,7 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
     double guess = kNan;
     if (n_ >= kSampleFrom) guess = from_sample(goal);
     if (!(std::fabs(guess) < 1e30)) guess = from_moments(goal);
-    if (!(std::fabs(guess) < 1e30)) return false;
+    if (!(std::fabs(guess) < 1e30) || (leaves_wide && is_wide())) return false;
     Passes::start(guess, out, stores, C::value_from_odds);
     const Found<OrdinaryBudget> found = find(*this);
     if (!good || !confirm(found, t)) return false;
@@ -107,6 +114,12 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
     t.hi *= unit, t.lo *= unit;  // by value, t a = (t s) w for a = w s
     return !at_most || t.hi + t.lo > 0;
   }
+
+  // From this deviation of the scores on, in tau, few costs are undecided; not few enough in long rows.
+  bool is_wide() const {
+    return !kByValue && around_.deviation > tau_ * std::max(100.0, static_cast<double>(n_) / 80);
+  }
+  Around around() const { return around_; }
 
   // Writes y at t, and returns whether it spends the budget.
   bool put(Threshold t, double budget, void* out) {
@@ -171,6 +184,8 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
       return guess_by_value(m, goal, tau_, F_);
     }
     const double off = m.d / m.w, variance = std::max(m.dd / m.w - off * off, 0.0);
+    const double deviation = std::sqrt(variance), z = goal.normal;
+    around_ = {origin + off - z * deviation, deviation, m.w * Normal().pdf(z) / deviation};
     return goal.guess(origin + off, variance, tau_, F_);
   }
 
@@ -183,6 +198,8 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
     part.budget_ = budget_ * (static_cast<double>(size) / static_cast<double>(n_));
     double t = part.from_moments(goal);
     if (!(std::fabs(t) < 1e30)) return kNan;
+    around_ = part.around_;
+    around_.density *= static_cast<double>(n_) / static_cast<double>(size);
     terms_.unit = part.terms_.unit;
     // the largest cost is not known, so that no step counts as short before it is
     if (kByValue) most_ = kInfinity;
@@ -224,6 +241,7 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
   }
 
   double budget_ = 0;
+  Around around_;
   double most_ = 1;  // the largest a: 1 by score
   bool settled_ = false;
 };
