@@ -50,7 +50,7 @@ void budget_row(const BudgetSpec& spec, const C& F, const BlockCdf& careful, con
       const FlushSubnormals flush;
       return ordinary.solve(budget, spec.at_most, leaves_wide, goal, t, out);
     };
-    const bool near = !kByValue && suits_near<C>(spec, x, cost);
+    const bool near = !kByValue && suits_near(spec, x, cost);
     if (solved(near)) return;
     if constexpr (!kByValue) {
       if (near && solve_near(spec, F, careful, x, cost, budget, tau, ordinary.around(), out, goal, t)) return;
@@ -77,8 +77,7 @@ void budget_rows(const BudgetSpec& spec, const C& F, const BudgetRows& rows, int
       const FlushSubnormals flush;
       lanes.solve(rows, first, spec.at_most, done);
     };
-    const bool together =
-        (C::full_support || !spec.at_most) && begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float;
+    const bool together = begin < end && fits_tile(rows.x(begin), spec.n) && F.fits_float;
     return each_row(together, begin, end, several, one);
   }
   for (int64_t i = begin; i < end; ++i) one(i);

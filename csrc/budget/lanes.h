@@ -147,11 +147,11 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
 
   // Whether less is spent at the threshold than at 0: not where both lie in a gap.
   IntF reaches_up() {
-    const VecF far = static_cast<float>(C::tail_reach(36)) * tau_;
+    const VecF far = static_cast<float>(C::tail_reach(36)) * tau_, below = C::full_support ? -far : VecF{};
     IntF found{};
     for (int i = 0; i < n_; ++i) {
       const VecF x = *column(x_, i), a = this->a(i);
-      found |= (a > 0) & (x > -far) & (x < (kByValue ? a : splat(1.0f)) * hi_ + far);
+      found |= (a > 0) & (x > below) & (x < (kByValue ? a : splat(1.0f)) * hi_ + far);
     }
     return found;
   }

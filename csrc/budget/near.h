@@ -85,10 +85,10 @@ class EntriesNearBudget {
   double left(double budget) const { return budget - above_; }
   bool holds(double t) const { return t >= least_ && t <= most_; }
   double middle() const { return 0.5 * low_ + 0.5 * high_; }
-  // Whether one that costs something is between two levels, or so near to them.
-  bool any_between(double low, double high, double far) const {
+  // Whether one that costs something is between two levels.
+  bool any_between(double low, double high) const {
     bool found = false;
-    for (int i = 0; i < size_; ++i) found |= costs_[i] > 0 && xs_[i] > low - far && xs_[i] < high + far;
+    for (int i = 0; i < size_; ++i) found |= costs_[i] > 0 && xs_[i] > low && xs_[i] < high;
     return found;
   }
   Row x() const { return {xs_, Dtype::kFloat, 1}; }
@@ -142,10 +142,9 @@ class EntriesNearBudget {
 };
 
 // Whether solve_near() may serve a row.
-template <class C>
-bool suits_near(const BudgetSpec& spec, const Row& x, const Row& cost) {
+inline bool suits_near(const BudgetSpec& spec, const Row& x, const Row& cost) {
   auto plain = [](const Row& row) { return row.dtype == Dtype::kFloat && row.step == 1; };
-  return (!spec.at_most || C::full_support) && plain(x) && plain(cost) && spec.n >= 16 && spec.n <= 1 << 20;
+  return plain(x) && plain(cost) && spec.n >= 16 && spec.n <= 1 << 20;
 }
 
 // Returns whether there is a threshold t; then out holds y.
@@ -173,7 +172,10 @@ KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& c
     t = CarefulBudget(part, careful, near.x(), near.cost(), tau).solve(left, near.middle() - tau * F.median);
   }
   if (!near.holds(t.hi)) return false;
-  if (spec.at_most && !(t.hi + t.lo > 0 && near.any_between(0, t.hi, tau * C::tail_reach(36)))) return false;
+  if (spec.at_most) {
+    const double far = tau * C::tail_reach(36), below = C::full_support ? -far : 0;
+    if (!(t.hi + t.lo > 0 && near.any_between(below, t.hi + far))) return false;
+  }
   const FlushSubnormals flush;
   return OrdinaryBudget<C, false>(x, cost, spec.n, tau, F, spec.inside).put(t, budget, out);
 }

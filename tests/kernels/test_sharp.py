@@ -131,7 +131,7 @@ def test_costs_behind_the_ends_of_a_gap() -> None:
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal"])
+@pytest.mark.parametrize("cdf", ["logistic", "laplace", "normal", "uniform", khot.cdfs.Power(4 / 3)], ids=str)
 @pytest.mark.parametrize("n", [8, 64, 1_000])
 def test_budgets_that_need_not_be_spent(n: int, cdf: Any) -> None:
     """In rows that spend them and rows that do not, and where 0 and the threshold lie in the same gap."""
