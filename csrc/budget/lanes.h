@@ -129,19 +129,16 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     } else {
       t = x - quantile(own, normal, noise, noise + variance);
     }
-    if constexpr (!C::full_support) {
-      const VecF k = goal_ / total_, share = k < 0.5f ? k : 1 - k;
-      held_.start(static_cast<float>(n_) * share / square_root(noise + variance));
-    }
     good &= abs<float>(t) < 1e30f;
     hi_ = good ? origin + t * tau_ : VecF{};
     lo_ = VecF{};
     Passes::forget();
-    if constexpr (Passes::kSumsTails) {
+    if constexpr (!kByValue) {
       const VecF k = goal_ * (static_cast<float>(n_) / total_), left = static_cast<float>(n_) - k;
       const VecF few = k < left ? k : left, total = noise + variance;
       const IntF sharp = Passes::sharp(good, few, total);
       if (any(sharp)) Passes::start_between(sharp);
+      if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : few / square_root(total));
     }
   }
 

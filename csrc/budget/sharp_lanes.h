@@ -34,15 +34,20 @@ class SharpBudgets : public SharpLanes<C, BudgetTile<kByValue>> {
     const VecF next = any(whole) ? below(at.low) : splat(-kInf<float>);
     good &= ~whole | (next > -kInf<float>);
     Passes::place(sharp, at.low, next, whole, at.low, z);
+    if constexpr (C::full_support) balance(whole, at.low, next);
+  }
+
+ private:
+  // In gaps so deep that entries behind the ends may weigh as much.
+  void balance(IntF whole, VecF last, VecF next) {
     sums_tails_ = true;
-    const IntF deep = whole & ((at.low - next) * scale_ > 2 * kFar);
+    const IntF deep = whole & ((last - next) * scale_ > 2 * kFar);
     if (!any(good & deep)) return;
-    Passes::weigh_ends(deep, at.low, next, [&](auto add) {
+    Passes::weigh_ends(deep, last, next, [&](auto add) {
       for (int i = 0; i < n_; ++i) add(*column(x_, i), this->a(i));
     });
   }
 
- private:
   static constexpr int kPasses = 24;
   // From so many tau on, sums of tails are mostly what float adds for entries that are farther still.
   static constexpr float kFar = C::value_from_odds ? 70.0f : 11.5f;

@@ -33,6 +33,27 @@ KHOT_APART void fill_constant(const Spec& spec, void* out, Dtype dtype, const Ro
   });
 }
 
+// Above t, log y is -(1 - F), which where a normal tail bends has not the digits that z has. From so many tau
+// above t on, they matter.
+constexpr double kBent = 4.5;
+// log y of float again, for the entries that are so far above t.
+template <class C>
+KHOT_APART void write_bent_logs(const Spec& spec, const C& F, const Row& x, Threshold t, double tau,
+                                void* out) {
+  if (C::value_from_odds || !(std::fabs(t.hi) < kHuge)) return;
+  const float least = static_cast<float>(t.hi + kBent * tau);
+  const double scale = 1 / tau;
+  map_beside<float>(x, Row{out, Dtype::kFloat, 1}, spec.n, spec.inside, out, Dtype::kFloat,
+                    [=](VecF v, VecF log_y) {
+                      if (!any(v > least)) return log_y;
+                      VecD part[2];
+                      halves(v, part[0], part[1]);
+                      for (VecD& each : part)
+                        each = F.template log_value<double>(((each - t.hi) - t.lo) * scale);
+                      return v > least ? join(part[0], part[1]) : log_y;
+                    });
+}
+
 // Writes y or log y at the threshold t.
 template <class R, class C>
 KHOT_APART void apply(const Spec& spec, const C& F, const Row& x, Threshold t, double tau, void* out) {

@@ -53,7 +53,10 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
     t = {kNan, kNan};
   } else if (by_float ? search(x, out, log, OrdinarySolver<C>::kLastUnchecked)
                       : float_may_search(F, tau) && in_double()) {
-    if (by_float && log) apply<float>(spec, F, x, t, tau, out);
+    if (by_float && log) {
+      apply<float>(spec, F, x, t, tau, out);
+      if (x.dtype == Dtype::kFloat) write_bent_logs(spec, F, x, t, tau, out);
+    }
     return;
   } else {
     t = careful_threshold(x, spec.n, k, tau, F, spec.inside);
@@ -88,9 +91,11 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
         const FlushSubnormals flush;
         lanes.solve(rows, first, goal, done);
       }
-      for (int64_t j = 0; search.output == Output::kThreshold && j < lanes.width; ++j) {
-        if (!done[j]) continue;
+      for (int64_t j = 0; j < lanes.width; ++j) {
         const int64_t i = first + j;
+        if (done[j] && lanes.is_bent(j))
+          write_bent_logs(spec, F, rows.x(i), lanes.threshold(j), rows.tau(i), rows.out(i));
+        if (!done[j] || search.output != Output::kThreshold) continue;
         Threshold t = lanes.threshold(j);
         done[j] = DoubleRow<C>(spec, F, rows.x(i), rows.k(i), rows.tau(i)).finish(t, rows.out(i));
         rows.put(i, t);

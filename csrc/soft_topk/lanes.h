@@ -65,6 +65,9 @@ class LaneSolver : public SharpCounts<C> {
     scatter(rows, first, ordinary);
   }
 
+  // Whether log y of row first + j is to be written again, for entries far above its threshold.
+  bool is_bent(int j) const { return bent_[j] != 0; }
+
   // The threshold of row first + j, where that was ordinary.
   Threshold threshold(int j) const { return {hi_[j], lo_[j]}; }
 
@@ -99,6 +102,7 @@ class LaneSolver : public SharpCounts<C> {
 
   void gather(const ForwardRows& rows, int64_t first) {
     khot::KHOT_ISA::gather([&](int j) { return rows.x(first + j); }, n_, rows_, x_);
+    is_float_ = rows.x(first).dtype == Dtype::kFloat;
     from_ = static_cast<const float*>(rows.x(first).data), to_ = static_cast<const float*>(rows.out(first));
     for (int j = 0; j < width; ++j) {
       k_all_[j] = rows.k(first + j);
@@ -197,9 +201,12 @@ class LaneSolver : public SharpCounts<C> {
   void write_logs() {
     if constexpr (C::log_fits_float) {
       const VecF scale = scale_, hi = hi_, lo = lo_;
+      bent_ = IntF{};
       for (int i = 0; i < n_; ++i) {
         fetch_ahead<true>(to_, (n_ + i) * width);
-        *column(y_, i) = F_.template log_value<float>(((*column(x_, i) - hi) - lo) * scale);
+        const VecF z = ((*column(x_, i) - hi) - lo) * scale;
+        if (C::full_support && !C::value_from_odds && is_float_) bent_ |= z > static_cast<float>(kBent);
+        *column(y_, i) = F_.template log_value<float>(z);
       }
     }
   }
@@ -227,6 +234,8 @@ class LaneSolver : public SharpCounts<C> {
   float last_;
   VecF k_{}, free_{}, left_{}, few_{};
   VecF usual_{};  // about the sum of f at the threshold
+  IntF bent_{};
+  bool is_float_ = false;  // whether results keep the digits of float
   CompactSteps held_;
 };
 
