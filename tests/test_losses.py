@@ -384,6 +384,17 @@ def test_permutation_cross_entropy_has_exact_gradients(cdf: Any) -> None:
     )
 
 
+def test_permutation_cross_entropy_sums_gradients_of_half_precision_in_float32() -> None:
+    x, target = scores(9).half(), scores(9, seed=1).argsort()
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = permutation_cross_entropy(x, target, tau=0.05, cdf="logistic", reduction="sum")
+        return torch.autograd.grad(loss, x, torch.full_like(loss, 512))[0]
+
+    torch.testing.assert_close(gradient(x), gradient(x.float()).half(), rtol=1e-3, atol=1e-2)
+
+
 def test_permutation_cross_entropy_in_linear_memory() -> None:
     from test_counting import PeakMemory
 

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from khot import cdfs
 from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
-from khot._core.precision import widen
+from khot._core.precision import at_least_single, widen
 from khot._core.ways import by_rows, by_shards
 from khot._ops.exponential import exponential
 from khot._ops.magnitude import magnitude, magnitude_with_signs, rescaled
@@ -125,6 +125,8 @@ def _magnitude(
         arguments.check_flags(rescale=rescale)
         _check_p(p)
         s, sign = _absolute(input, dim, mask)
+        if rescale:
+            s = at_least_single(s)  # its two gradients are summed in its dtype
         by_value = row.here and not rescale
         count = arguments.per_row(k, "k", s, low=0, high=row.limit(s), integer=True, by_value=by_value)
         scale = arguments.per_row(tau, "tau", s, low=0, low_open=True, by_value=by_value)
@@ -135,7 +137,7 @@ def _magnitude(
     y, hi, lo = magnitude(s, count, scale, float(p), row)
     if rescale:
         y = rescaled(s, hi, lo, scale, p, row)
-    return arguments.unrows(y * sign, input, dim)
+    return arguments.unrows((y * sign).to(input.dtype), input, dim)
 
 
 eager.PYTHON_WAY["soft_topk_magnitude"] = eager.PYTHON_WAY["sizes"] = (
