@@ -508,6 +508,28 @@ def test_relaxed_gradients(cls: type[Distribution]) -> None:
 # ------------------------------------------------------------------------- what rounding must not change
 
 SIZES = [(n, k) for n in (1, 2, 100, 1000) for k in sorted({1, n // 2, n - 1, n}) if 0 < k <= n]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_relaxed_samples_of_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    logits = (4 * torch.arange(-3.0, 4.0)).to(dtype)
+
+    def sample(logits: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return RelaxedKHot(0.3, 3, logits).rsample((50,))  # 0.3 is no number of half precision
+
+    want, rounding = sample(logits.float()), torch.finfo(dtype).eps
+    torch.testing.assert_close(sample(logits).float(), want, rtol=rounding, atol=1e-7)
+
+
+def test_variance_in_half_precision_is_rounded_once() -> None:
+    logits = torch.linspace(-3, 3, 9)
+    for dtype in (torch.float16, torch.bfloat16):
+        p = ConditionalPoisson(3, logits.to(dtype))
+        want = p.mean.float() * (1 - p.mean.float())
+        assert torch.equal(p.variance, want.to(dtype))
+
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, F64)
 
 

@@ -341,6 +341,8 @@ def test_size_penalty() -> None:
     assert losses.size_penalty(probs, weight).item() == pytest.approx(expected, rel=1e-14)
     assert torch.autograd.gradcheck(losses.size_penalty, (probs, weight))
     assert losses.size_penalty(torch.ones(3, dtype=torch.bfloat16), 0.5).dtype == torch.bfloat16
+    many = torch.ones(100_000, dtype=torch.float16)  # more than float16 counts, at less than it can say
+    assert losses.size_penalty(many, 1e-8).item() == pytest.approx(1e-3, rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------------ score_function

@@ -384,6 +384,27 @@ def test_permutation_cross_entropy_has_exact_gradients(cdf: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: permutation_cross_entropy(
+            x, scores(9, seed=1).argsort(), tau=0.05, cdf="logistic", reduction="sum"
+        ),
+        lambda x: TopKCrossEntropyLoss({1: 0.25, 2: 0.25, 5: 0.5}, top1_mode="softmax")(x, torch.tensor(3)),
+    ],
+    ids=["permutation", "top-k"],
+)
+def test_gradients_of_half_precision_are_summed_in_float32(loss: Any) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(x), x, torch.full((), 512, dtype=x.dtype))[0]
+
+    x = scores(9).half()
+    want = gradient(x.float())
+    unit = 2.0 ** (want.frexp().exponent - 11)  # of the last of 11 bits
+    assert ((gradient(x).float() - want).abs() <= 0.51 * unit).all()
+
+
 def test_permutation_cross_entropy_in_linear_memory() -> None:
     from test_counting import PeakMemory
 

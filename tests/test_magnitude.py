@@ -345,3 +345,14 @@ def test_no_gradient_in_k() -> None:
     y = soft_topk_magnitude(x, k)
     assert grad(y.sum(), (x, k), allow_unused=True)[1] is None
     assert not soft_topk_magnitude(x.detach(), k).requires_grad
+
+
+def test_gradients_in_float16_of_small_results() -> None:
+    x = torch.tensor([0.0010, 0.0006, -0.0002, 0.0001, 0.0004]).half()
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = soft_topk_magnitude(x, 2, p=4 / 3)  # at most 1e-9, which float16 does not have
+        return grad(y, x, torch.full_like(y, 2**15))[0]
+
+    torch.testing.assert_close(gradient(x), gradient(x.float()).half())

@@ -605,6 +605,12 @@ def test_unsigned_counts(dtype: torch.dtype) -> None:
         assert torch.equal(call(x, k.to(dtype), offsets=offsets), call(x, k, offsets=offsets))
 
 
+def test_vmap_over_offsets() -> None:
+    offsets = torch.tensor([[0, 1, 3], [0, 2, 3]])
+    with pytest.raises(ValueError, match="offsets must be the same for all examples"):
+        torch.vmap(lambda each: khot.soft_topk(torch.zeros(3), 1, offsets=each))(offsets)
+
+
 def test_bad_arguments() -> None:
     x, offsets = torch.randn(9), torch.tensor([0, 4, 9])
     with pytest.raises(ValueError, match=r"k must lie in .* 5 for a row with 4"):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 import khot
 from drawn import normal as scores
@@ -43,6 +44,13 @@ def test_mask_rounds_k_half_up() -> None:
     x = scores(6)
     sizes = [khot.topk_mask(x, k).sum().item() for k in (0, 0.49, 0.5, 1.49, 1.5, 5.5, 6)]
     assert sizes == [0, 0, 1, 1, 2, 6, 6]
+
+
+def test_mask_is_a_constant_in_forward_mode() -> None:
+    x, tangent = scores(3, 6), scores(3, 6, seed=1)
+    with dual_level():
+        y = make_dual(x, tangent)
+        assert torch.equal(unpack_dual(khot.topk_mask(y, 2) * y).tangent, khot.topk_mask(x, 2) * tangent)
 
 
 def test_hard_never_selects_what_is_masked() -> None:

@@ -199,7 +199,9 @@ class _ChoiceOfK(Distribution):
         self.k = k.long().expand(batch_shape)
         if temperature is not None:
             temperature = arguments.per_row(temperature, "temperature", param, low=0, low_open=True)
-            self.temperature = temperature.to(param.dtype).expand(batch_shape)
+            # at least float32: rounded to half precision it would change z by more than that rounds a sample
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            self.temperature = temperature.to(dtype).expand(batch_shape)
         setattr(self, name, param)
         super().__init__(batch_shape, param.shape[-1:], validate_args=validate_args)
 
@@ -244,7 +246,8 @@ class _KHotVectors(_ChoiceOfK):
 
     @property
     def variance(self) -> Tensor:
-        return self.probs * (1 - self.probs)
+        probs = at_least_single(self.probs)
+        return (probs * (1 - probs)).to(self.probs.dtype)
 
     def rsample(self, sample_shape: _Shape = NO_SHAPE) -> Tensor:
         raise NotImplementedError(

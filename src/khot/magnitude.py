@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from khot import cdfs
 from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
-from khot._core.precision import widen
+from khot._core.precision import at_least_single, in_dtype, widen
 from khot._core.ways import by_rows, by_shards
 from khot._ops.exponential import exponential
 from khot._ops.magnitude import magnitude, magnitude_with_signs, rescaled
@@ -89,7 +89,7 @@ def soft_topk_magnitude(
         >>> khot.soft_topk_magnitude(x, 2, tau=0.5, rescale=True)
         tensor([-3.,  0.,  2.,  0.])
     """
-    if offsets is None and not is_dynamo_compiling():
+    if offsets is None and not is_dynamo_compiling() and not _underflows(input, p):
         plain = eager.soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
         if plain is not None:
             return plain
@@ -115,16 +115,19 @@ def _magnitude(
         # one operator, because |x|, the signs and their product would take longer than the kernel
         _check_p(p)
         x = arguments.rows(input, dim, mask, fill=0)  # an entry of 0 takes nothing from others
+        x = at_least_single(x) if _underflows(x, p) else x
         count = arguments.per_row(k, "k", x, low=0, high=row.limit(x), integer=True, by_value=True)
         scale = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
         if mask is None or _enough(arguments.mask_rows(mask, input, dim), count):
             y = magnitude_with_signs(x, arguments.detached(count), scale, float(p))
-            return arguments.unrows(y, input, dim)
+            return arguments.unrows(in_dtype(y, input.dtype), input, dim)
 
     def prepare() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         arguments.check_flags(rescale=rescale)
         _check_p(p)
         s, sign = _absolute(input, dim, mask)
+        if rescale or _underflows(s, p):
+            s = at_least_single(s)  # the two gradients of rescaled entries are summed in its dtype
         by_value = row.here and not rescale
         count = arguments.per_row(k, "k", s, low=0, high=row.limit(s), integer=True, by_value=by_value)
         scale = arguments.per_row(tau, "tau", s, low=0, low_open=True, by_value=by_value)
@@ -135,7 +138,7 @@ def _magnitude(
     y, hi, lo = magnitude(s, count, scale, float(p), row)
     if rescale:
         y = rescaled(s, hi, lo, scale, p, row)
-    return arguments.unrows(y * sign, input, dim)
+    return arguments.unrows((y * sign).to(input.dtype), input, dim)
 
 
 eager.PYTHON_WAY["soft_topk_magnitude"] = eager.PYTHON_WAY["sizes"] = (
@@ -143,6 +146,12 @@ eager.PYTHON_WAY["soft_topk_magnitude"] = eager.PYTHON_WAY["sizes"] = (
         input, k, dim, group, tau, p, rescale, mask
     )
 )
+
+
+def _underflows(input: Any, p: Any) -> bool:
+    """Whether the input's dtype may have no such small numbers as y, s^(1/(p−1)) of a small s, of which the
+    gradient is computed."""
+    return isinstance(input, Tensor) and input.dtype == torch.float16 and isinstance(p, float) and p < 2
 
 
 def _enough(mask: Tensor, count: Tensor) -> bool:

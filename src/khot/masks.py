@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from khot import cdfs
 from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
-from khot._core.precision import large, widen
+from khot._core.precision import at_least_single, in_dtype, large, widen
 from khot._core.rows import Row
 from khot._core.ways import by_shards
 from khot._ops import packed
@@ -349,9 +349,12 @@ def ot_topk(
     said = {"largest": largest, "normalize": normalize, "hard": hard}
     x, count, scale = row.agree(prepare, k=k, epsilon=epsilon, **said)
     row.check(k, x)
+    if normalize:
+        x = at_least_single(x)  # its two gradients are summed in its dtype
     tau = _ot_temperature(scale, _largest_cost(x, row) if normalize else None)
     y, _, _ = threshold_map(x, count, tau, cdfs.Logistic(), "y", row)
-    return arguments.unrows(_hardened(y, x, count, row) if hard else y, input, dim)
+    y = in_dtype(_hardened(y, x, count, row) if hard else y, input.dtype)
+    return arguments.unrows(y, input, dim)
 
 
 def _largest_cost(x: Tensor, row: Row) -> Tensor:

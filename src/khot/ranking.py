@@ -22,7 +22,7 @@ from khot._core.arguments import Scalar
 from khot._core.interpolation import InterpolationName, check_interpolation
 from khot._core.names import unknown
 from khot._core.parts import in_parts
-from khot._core.precision import on, wide_dtype, widen
+from khot._core.precision import at_least_single, in_dtype, on, wide_dtype, widen
 from khot._core.ways import by_rows
 from khot._ops.interpolation import interpolate
 from khot._ops.laplace import laplace_rank, laplace_sort
@@ -148,12 +148,13 @@ def _rank(
         last = -math.inf
         x = arguments.rows(input, dim, mask, largest=descending)
         tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=True)
-        rank = (count_above(x, x, tau, F, centred=True) + 0.5).to(x.dtype)
+        x = at_least_single(x)  # its two gradients are summed in its dtype
+        rank = (count_above(x, x, tau, F, centred=True) + 0.5).to(input.dtype)
     if mask is not None:
         selected = arguments.mask_rows(mask, input, dim)
         out = (~selected).sum(-1, keepdim=True)
         rank = torch.where(x == last, rank - 0.5 * out, rank)  # the masked entries were tied with these
-        rank = (rank * selected).to(x.dtype)  # unlike torch.where, the product keeps a NaN
+        rank = (rank * selected).to(input.dtype)  # unlike torch.where, the product keeps a NaN
     return arguments.unrows(rank, input, dim)
 
 
@@ -407,9 +408,8 @@ def log_soft_permutation(
     """
     F = cdfs.resolve(cdf)
     x, tau, selected = _oriented(input, dim, tau, descending, mask)
-    compute = torch.promote_types(x.dtype, torch.float32)
     k = _rows_asked(k, x)
-    log_p = _matrix(x, tau, selected, F, k, functools.partial(log_between, F=F, dtype=compute), torch.log)
+    log_p = _matrix(x, tau, selected, F, k, functools.partial(log_between, F=F, dtype=x.dtype), torch.log)
     return _places_first(log_p, input, dim) + 0.0  # turns −0 into 0
 
 
@@ -538,13 +538,17 @@ def soft_median(
 def _oriented(
     input: Tensor, dim: int, tau: Scalar, descending: bool, mask: Tensor | None, served: CDF | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows, negated where the smallest entry comes first; τ; and which entries take part (None: all). A τ
-    for a kernel that serves a CDF may be on the CPU."""
+    """The rows, negated where the smallest entry comes first; τ; and which entries take part (None: all).
+
+    Where a kernel serves a CDF, τ may be on the CPU; elsewhere the rows have at least float32, in which the
+    gradients of their thresholds are summed.
+    """
     arguments.check_flags(descending=descending)
     x = arguments.rows(input, dim, mask, largest=descending)
     selected = None if mask is None else arguments.mask_rows(mask, input, dim)
-    by_value = served is not None and serves(x, served)
-    return x, arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_value), selected
+    by_kernel = served is not None and serves(x, served)
+    tau = arguments.per_row(tau, "tau", x, low=0, low_open=True, by_value=by_kernel)
+    return x if by_kernel else at_least_single(x), tau, selected
 
 
 def _matrix(
@@ -583,5 +587,5 @@ def _rows_asked(k: int | None, x: Tensor) -> int:
 
 
 def _places_first(p: Tensor, input: Tensor, dim: int) -> Tensor:
-    dim = arguments.check_dim(input, dim)
+    p, dim = in_dtype(p, input.dtype), arguments.check_dim(input, dim)
     return p if dim == max(input.dim(), 1) - 1 else p.movedim((-2, -1), (dim, dim + 1))

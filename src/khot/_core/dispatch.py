@@ -266,7 +266,7 @@ def _function(operator: Operator, rule: type[Rule]) -> type[Function]:
         @staticmethod
         @differentiable
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            return rule.jvp(ctx, *tangents)
+            return rule.jvp(ctx, *tangents) if rule.differentiable else None
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

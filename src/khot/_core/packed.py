@@ -18,7 +18,7 @@ from khot._core import arguments
 from khot._core.arguments import is_nested
 from khot._core.precision import widen
 from khot._core.rows import Row, batch_with
-from khot._core.torch_internals import run_as_is
+from khot._core.torch_internals import is_transformed, run_as_is
 
 __all__ = ["Results", "apart", "by_rows", "check", "together"]
 
@@ -205,6 +205,8 @@ def check(values: Any, offsets: Any, name: str) -> None:
             f"offsets must have one dim and at least one entry, but got the shape {tuple(offsets.shape)}"
         )
     arguments.check_device(offsets, "offsets", values)
+    if not torch.compiler.is_compiling() and is_transformed(offsets):
+        raise ValueError("offsets must be the same for all examples of torch.vmap, but got a batch of them")
 
 
 def _taken_apart(input: Any, name: str) -> tuple[Tensor, Tensor]:

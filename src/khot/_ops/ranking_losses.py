@@ -91,11 +91,7 @@ class _Correlation(Rule):
 
 class _Places(Rule):
     own_dims = (1, 1)
-    differentiable = False
-
-    @staticmethod
-    def jvp(*_: Any) -> None:
-        """Which entries take part has no derivative."""
+    differentiable = False  # which entries take part has no derivative
 
 
 class _Mean(Rule):

@@ -47,6 +47,8 @@ def threshold_map(
 
 def thresholds(x: Tensor, levels: Tensor, tau: Tensor, cdf: CDF) -> tuple[Tensor, Tensor]:
     """The pairs (hi, lo) of t with C(t) = level, for levels (*batch, m): lo carries the derivatives."""
+    if levels.shape[-1] > 1:
+        x = at_least_single(x)  # the gradients of the levels are summed in its dtype
     group = max(1, LEVELS_AT_ONCE // max(1, x.numel()))
     parts = []
     for level in levels.split(group, -1):

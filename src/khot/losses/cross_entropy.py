@@ -16,7 +16,7 @@ from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
-from khot._core.precision import greatest, vector, wide_dtype, widen
+from khot._core.precision import at_least_single, greatest, vector, wide_dtype, widen
 from khot._core.ways import by_rows
 from khot._ops.soft_topk import threshold_map
 from khot.cdfs import CDF, CDFName
@@ -191,7 +191,8 @@ def _loss(
     offsets: Tensor | None = None,
 ) -> Tensor:
     of = _Settings(*of)  # a trace of packed rows passes it as a plain tuple
-    x = arguments.rows(input, dim, mask)
+    # at least float32, in which the gradients of the selections are summed
+    x = at_least_single(arguments.rows(input, dim, mask))
     there = None if mask is None else x != -math.inf
     at, share, counted, x = _target(label, soft_label, input, x, there, dim, of)
     tau = arguments.per_row(tau, "tau", x, low=0, low_open=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from khot import cdfs
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.precision import at_least_single
 from khot._core.ways import by_rows
 from khot._ops.permutation import log_shares
 from khot.cdfs import CDF, CDFName
@@ -78,8 +79,9 @@ def permutation_cross_entropy(
     check_reduction(reduction)
     there = None if mask is None else x != -math.inf
     index, counted = _order_rows(target, input, x, dim, there)
-    loss = 0.0 - log_shares(x, index, tau, F)  # not −0
-    loss = reduce(loss, counted, reduction, loss.dtype)
+    # at least float32, in which the gradients of a score in several places are summed
+    loss = 0.0 - log_shares(at_least_single(x), index, tau, F)  # not −0
+    loss = reduce(loss, counted, reduction, input.dtype)
     return arguments.unrows(loss, input, dim) if reduction == "none" else loss
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from khot._core import arguments
 from khot._core.arguments import Scalar
+from khot._core.precision import wide_dtype
 from khot._core.ways import by_rows
 from khot.losses._reduction import Reduction, check_reduction, reduce, with_entries
 
@@ -59,5 +60,5 @@ def size_penalty(
     arguments.check_input(probs, "probs")
     x = arguments.rows(probs, dim, mask, fill=0.0)
     weight = arguments.per_row(weight, "weight", x, low=0)
-    price = weight.to(x.dtype) * x.sum(-1)
-    return reduce(price, with_entries(probs, dim, mask), check_reduction(reduction), x.dtype)
+    price = weight * x.sum(-1, dtype=wide_dtype(x.device))  # a sum in half precision may overflow
+    return reduce(price, with_entries(probs, dim, mask), check_reduction(reduction), probs.dtype)
