@@ -18,7 +18,6 @@
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
