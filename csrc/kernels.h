@@ -63,16 +63,14 @@ struct Threshold {
   double hi, lo;
 };
 
-// What the forward kernel reads and writes, row by row. One call serves the consecutive rows [begin, end).
+// What the forward kernel reads and writes, row by row. One call serves the consecutive rows [begin, end). No
+// interface of this file owns what implements it.
 struct ForwardRows {
   virtual Row x(int64_t row) const = 0;
   virtual double k(int64_t row) const = 0;
   virtual double tau(int64_t row) const = 0;
   virtual void* out(int64_t row) const = 0;  // of x's dtype
   virtual void put(int64_t row, Threshold t) const = 0;
-
- protected:
-  ~ForwardRows() = default;
 };
 
 struct BackwardRows {
@@ -86,9 +84,6 @@ struct BackwardRows {
   virtual void* grad_x(int64_t row) const = 0;  // of x's dtype
   virtual bool keeps_numbers() const = 0;       // whether put() does anything
   virtual void put(int64_t row, double grad_k, double grad_tau) const = 0;
-
- protected:
-  ~BackwardRows() = default;
 };
 
 // The soft budget (khot/_kernels/reference/soft_budget.py): sum w F((x - t a)/tau) = B with a = 1, or a = w
@@ -101,17 +96,11 @@ struct BudgetSpec : Spec {
 
 struct BudgetRows : ForwardRows {  // k() is the budget
   virtual Row cost(int64_t row) const = 0;
-
- protected:
-  ~BudgetRows() = default;
 };
 
 struct BudgetBackwardRows : BackwardRows {  // y() is not asked for, and grad_k is that of the budget
   virtual Row cost(int64_t row) const = 0;
   virtual void* grad_cost(int64_t row) const = 0;  // of the dtype of the costs
-
- protected:
-  ~BudgetBackwardRows() = default;
 };
 
 // The soft count at `levels` levels of each row (khot/_kernels/reference/soft_count.py).
@@ -128,9 +117,6 @@ struct CountRows {
   virtual void* grad_x(int64_t row) const = 0;            // of x's dtype
   virtual void put_tau(int64_t row, double grad_tau) const = 0;
   virtual void put(int64_t row, int64_t j, double result) const = 0;  // the count, or dL/dlevel
-
- protected:
-  ~CountRows() = default;
 };
 
 // The Fenchel-Young losses of rows of which the thresholds are known, and their gradients
@@ -147,9 +133,6 @@ struct LossRows {
   virtual void* grad_x(int64_t row) const = 0;  // of x's dtype
   virtual void put(int64_t row, double loss, double share) const = 0;
   virtual void put_tau(int64_t row, double grad_tau) const = 0;
-
- protected:
-  ~LossRows() = default;
 };
 
 // What each entry has of the places between `levels` falling thresholds
@@ -169,9 +152,6 @@ struct ShareRows {
   virtual void* grad_x(int64_t row) const = 0;              // of x's dtype
   virtual void put(int64_t block, int64_t j, double grad_level) const = 0;
   virtual void put_tau(int64_t block, double grad_tau) const = 0;
-
- protected:
-  ~ShareRows() = default;
 };
 
 // Top-k in magnitude of s >= 0, or of |x| with the signs of x. The formulas are explained in
@@ -185,18 +165,12 @@ struct MagnitudeSpec {
 
 struct MagnitudeBackwardRows : BackwardRows {  // y() has x's dtype, and gamma is the threshold
   virtual double k(int64_t row) const = 0;
-
- protected:
-  ~MagnitudeBackwardRows() = default;
 };
 
 struct MaskRows {
   virtual Row x(int64_t row) const = 0;
   virtual double k(int64_t row) const = 0;
   virtual void* out(int64_t row) const = 0;  // of x's dtype
-
- protected:
-  ~MaskRows() = default;
 };
 
 // The k largest entries with their indices (khot/_kernels/reference/topk.py).
@@ -209,9 +183,6 @@ struct TopKRows {
   virtual Row x(int64_t row) const = 0;
   virtual void* values(int64_t row) const = 0;  // of x's dtype
   virtual int64_t* indices(int64_t row) const = 0;
-
- protected:
-  ~TopKRows() = default;
 };
 
 // One sweep over the rows of a two-sided assignment (khot/_kernels/reference/assign_pass.py). x, k, r, c and
@@ -230,38 +201,6 @@ struct AssignPass {
 // diagonal.
 constexpr int64_t assign_sums(int64_t n, bool slopes) { return (slopes ? n + 3 : 3) * n; }
 constexpr int64_t assign_scratch(int64_t n) { return 39 * (n + 16) + 16; }
-
-struct Kernels {
-  const char* isa;
-  void (*forward)(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
-  void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
-  void (*budget)(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end);
-  void (*budget_backward)(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin, int64_t end);
-  void (*soft_count)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
-  void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
-  void (*fenchel_young)(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end);
-  void (*fenchel_young_backward)(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end);
-  // The blocks [begin, end) of all rows: the shares, or their gradients.
-  void (*shares)(const ShareSpec& spec, const ShareRows& rows, int64_t begin, int64_t end, bool backward);
-  // Adds the sums of the rows [begin, end).
-  void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
-  void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);
-  // Of so many entries those under the mask, and `fill`, 0 or infinite, in the place of the others.
-  void (*masked)(Dtype dtype, const void* x, const bool* mask, int64_t count, double fill, void* out);
-  // Copies `count` columns of n floats, of a matrix whose rows are `step` apart, to rows one behind the
-  // other, or with `back` these to the columns. There has to be room for one more row.
-  void (*turn)(float* matrix, int64_t step, int64_t n, int64_t count, float* rows, bool back);
-  void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t begin, int64_t end);
-  // The m entries of one row of the places k, which count from 1 for the largest. out has the row's dtype.
-  void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
-  // The m entries of one row up to which the weights sum to these levels of all of them.
-  void (*weighted_quantiles)(const Row& x, const Row& weights, int64_t n, const double* levels, int64_t m,
-                             void* out);
-  // rows.put() takes gamma.
-  void (*magnitude)(const MagnitudeSpec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
-  void (*magnitude_backward)(const MagnitudeSpec& spec, const MagnitudeBackwardRows& rows, int64_t begin,
-                             int64_t end);
-};
 
 // Rows of at most kFewUnits units are calibrated kRowsTogether at a time, and longer ones one by one.
 constexpr int64_t kFewUnits = 16, kRowsTogether = 8;
@@ -298,6 +237,39 @@ struct SamplingKernels {
                           double* theta, double* iterations);
 };
 
+struct Kernels {
+  const char* isa;
+  void (*forward)(const Spec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
+  void (*backward)(const Spec& spec, const BackwardRows& rows, int64_t begin, int64_t end);
+  void (*budget)(const BudgetSpec& spec, const BudgetRows& rows, int64_t begin, int64_t end);
+  void (*budget_backward)(const BudgetSpec& spec, const BudgetBackwardRows& rows, int64_t begin, int64_t end);
+  void (*soft_count)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
+  void (*soft_count_backward)(const CountSpec& spec, const CountRows& rows, int64_t begin, int64_t end);
+  void (*fenchel_young)(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end);
+  void (*fenchel_young_backward)(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end);
+  // The blocks [begin, end) of all rows: the shares, or their gradients.
+  void (*shares)(const ShareSpec& spec, const ShareRows& rows, int64_t begin, int64_t end, bool backward);
+  // Adds the sums of the rows [begin, end).
+  void (*assign)(const AssignPass& pass, int64_t begin, int64_t end, double* scratch, double* sums);
+  void (*topk_mask)(const MaskRows& rows, int64_t n, int64_t begin, int64_t end);
+  // Of so many entries those under the mask, and `fill`, 0 or infinite, in the place of the others.
+  void (*masked)(Dtype dtype, const void* x, const bool* mask, int64_t count, double fill, void* out);
+  // Copies `count` columns of n floats, of a matrix whose rows are `step` apart, to rows one behind the
+  // other, or with `back` these to the columns. There has to be room for one more row.
+  void (*turn)(float* matrix, int64_t step, int64_t n, int64_t count, float* rows, bool back);
+  void (*topk)(const TopKSpec& spec, const TopKRows& rows, int64_t begin, int64_t end);
+  // The m entries of one row of the places k, which count from 1 for the largest. out has the row's dtype.
+  void (*order_statistics)(const Row& x, int64_t n, const double* k, int64_t m, void* out);
+  // The m entries of one row up to which the weights sum to these levels of all of them.
+  void (*weighted_quantiles)(const Row& x, const Row& weights, int64_t n, const double* levels, int64_t m,
+                             void* out);
+  // rows.put() takes gamma.
+  void (*magnitude)(const MagnitudeSpec& spec, const ForwardRows& rows, int64_t begin, int64_t end);
+  void (*magnitude_backward)(const MagnitudeSpec& spec, const MagnitudeBackwardRows& rows, int64_t begin,
+                             int64_t end);
+  SamplingKernels sampling;
+};
+
 // The number of frequencies in poisson_binomial.py, and that number rounded up to whole groups.
 constexpr int kFrequencies = 26, kMostFrequencies = 28;
 // How many doubles a sampling kernel may use as scratch space for a row of n entries.
@@ -319,21 +291,17 @@ struct Served {
 // The copies, of which x86-64 has all and other architectures the first.
 namespace baseline {
 const Kernels& kernels();
-const SamplingKernels& sampling_kernels();
 }  // namespace baseline
 namespace avx2 {
 const Kernels& kernels();
-const SamplingKernels& sampling_kernels();
 }  // namespace avx2
 namespace avx512 {
 const Kernels& kernels();
-const SamplingKernels& sampling_kernels();
 }  // namespace avx512
 
 // The kernels of the best instruction set that the processor has and the environment variable KHOT_KERNELS
 // allows.
 const Kernels& kernels();
-const SamplingKernels& sampling_kernels();
 
 // Raises an error for a CDF that the calling switch does not handle. Names are checked in the bindings, so
 // this is reached only when a CDF was added to the enumeration and forgotten in that switch.

@@ -2,13 +2,11 @@
 // threads. The schema is defined in khot/_ops.
 #include <algorithm>
 #include <memory>
-#include <string>
 #include <tuple>
 #include <vector>
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -34,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> assign_pass(Tensor x, Tensor 
   const int64_t m = x.size(0), n = x.size(1);
   x = torch::stable::contiguous(x);
   k = dense(k, dtype, m, "k"), r = dense(r, dtype, m, "r"), c = dense(c, dtype, n, "c");
-  const std::vector<int64_t> rows{m}, all{values ? m : 0, n}, width{slopes ? n + 3 : 3, n};
+  const Sizes rows{m}, all{values ? m : 0, n}, width{slopes ? n + 3 : 3, n};
   Tensor moved = empty(x, rows), miss = empty(x, rows), density = empty(x, rows), y = empty(x, all);
   Tensor sums = empty(x, width, ScalarType::Double);
   const AssignPass pass{find("cdf", cdf, kCdfs),

@@ -8,17 +8,17 @@
 
 #include <cstdint>
 #include <optional>
-
-#include "bindings/sizes.h"
+#include <vector>
 
 namespace khot {
+
+using Sizes = std::vector<int64_t>;
 
 // A contiguous tensor on the device of `like` and, unless a dtype is given, of its dtype. Its entries are not
 // initialised. torch::stable::new_empty does the same, but it looks the operator up by its name in each call,
 // which takes longer than the kernel for a small tensor.
-template <class List>
-torch::stable::Tensor empty(const torch::stable::Tensor& like, const List& sizes,
-                            std::optional<torch::headeronly::ScalarType> dtype = std::nullopt) {
+inline torch::stable::Tensor empty(const torch::stable::Tensor& like, const Sizes& sizes,
+                                   std::optional<torch::headeronly::ScalarType> dtype = std::nullopt) {
   const int64_t dims = static_cast<int64_t>(sizes.size());
   Sizes strides(sizes.size());
   int64_t stride = 1;

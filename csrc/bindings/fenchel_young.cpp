@@ -5,9 +5,7 @@
 #include <tuple>
 
 #include "bindings/names.h"
-#include "bindings/soft_topk.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -38,10 +36,6 @@ struct Losses final : LossRows {
   double *loss_out = nullptr, *share_out = nullptr, *tau_out = nullptr;
 };
 
-Spec to_spec(const std::string& cdf, double shape, int64_t n, Output output) {
-  return {find("cdf", cdf, kCdfs), shape, output, n, nullptr};
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> fenchel_young(Tensor x, Tensor target, Tensor k, Tensor tau,
                                                          Text cdf, double shape) {
   const Shape of(x);
@@ -62,14 +56,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fenchel_young(Tensor x, Tensor target
   const bool in_double = x.scalar_type() == ScalarType::Double;
   std::optional<Tensor> y;
   if (!in_double) y = empty(x, of.sizes);
-  const Spec spec = to_spec(cdf, shape, of.n, in_double ? Output::kThreshold : Output::kValue);
-  forward_rows(spec,
-               SelectionRows(rows.scores, *rows.ks, rows.taus, y ? results_in(*y) : Results{}, numbers_in(hi),
-                             numbers_in(lo)),
-               of.rows);
-  share(spec, of.rows, [&](const Spec& spec, int64_t begin, int64_t end) {
-    kernels().fenchel_young(spec, rows, begin, end);
-  });
+  const Spec spec = spec_of(cdf, shape, of.n, in_double ? Output::kThreshold : Output::kValue);
+  const SelectionRows search(rows.scores, *rows.ks, rows.taus, y ? results_in(*y) : Results{}, numbers_in(hi),
+                             numbers_in(lo));
+  serve<&Kernels::forward>(spec, search, of.rows);
+  serve<&Kernels::fenchel_young>(spec, rows, of.rows);
   return {loss, share_out, hi, lo};
 }
 
@@ -84,10 +75,7 @@ std::tuple<Tensor, Tensor> fenchel_young_backward(Tensor grad, Tensor x, Tensor 
   rows.losses.emplace(loss, of.batch);
   rows.his.emplace(hi, of.batch), rows.los.emplace(lo, of.batch);
   rows.gradients = results_in(grad_x), rows.tau_out = numbers_in(grad_tau);
-  share(to_spec(cdf, shape, of.n, Output::kThreshold), of.rows,
-        [&](const Spec& spec, int64_t begin, int64_t end) {
-          kernels().fenchel_young_backward(spec, rows, begin, end);
-        });
+  serve<&Kernels::fenchel_young_backward>(spec_of(cdf, shape, of.n, Output::kThreshold), rows, of.rows);
   return {grad_x, grad_tau};
 }
 

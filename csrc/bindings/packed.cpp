@@ -18,7 +18,6 @@
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -75,6 +74,7 @@ class Packed {
   }
 
   int64_t rows() const { return static_cast<int64_t>(starts_.size()) - 1; }
+  int64_t sorted() const { return static_cast<int64_t>(order_.size()); }
   int64_t row(int64_t i) const { return order_[i]; }  // of the i-th in the order
   int64_t start(int64_t i) const { return starts_[order_[i]]; }
   int64_t length(int64_t i) const { return starts_[order_[i] + 1] - start(i); }
@@ -82,7 +82,7 @@ class Packed {
   // Runs of the rows in the order; `mixed` if those may be.
   std::vector<Run> runs(bool mixed) const {
     std::vector<Run> found;
-    const int64_t count = static_cast<int64_t>(order_.size());
+    const int64_t count = sorted();
     for (int64_t i = 0; i < count;) {
       const int64_t n = length(i);
       int64_t end = i + 1;
@@ -107,43 +107,68 @@ class Packed {
   std::vector<int64_t> starts_, order_;
 };
 
-// Packed values of a dtype.
-struct Values {
-  const char* data;
+// Where the rows of packed values are, in the order of their lengths; or copies of some of them, side by
+// side.
+struct Placed {
+  const Packed* packed;
+  char* data;
   Dtype dtype;
-  explicit Values(const Tensor& t)
-      : data(static_cast<const char*>(t.const_data_ptr())), dtype(to_dtype(t.scalar_type())) {}
-  int64_t bytes() const { return size_of(dtype); }
-  const char* at(int64_t start) const { return data + start * bytes(); }
+  int64_t first = 0, bytes = 0;  // of copies: the first of the rows, and the bytes of each
+
+  char* at(int64_t i) const {
+    return data + (bytes > 0 ? (i - first) * bytes : packed->start(i) * size_of(dtype));
+  }
 };
 
-// Places for the rows of a mixed run, or for their results.
-class Copies {
- public:
-  Copies(const Run& run, const Values& values)
-      : values_(values), bytes_(run.n * values.bytes()), room_(kMostLanes * bytes_) {}
-
-  char* at(int64_t j) { return room_.data() + j * bytes_; }
-  void take(int64_t j, int64_t start, int64_t length) {
-    const int64_t own = length * values_.bytes();
-    std::memcpy(at(j), values_.at(start), own);
-    if (values_.dtype == Dtype::kFloat) {
-      fill(j, own, -std::numeric_limits<float>::infinity());
-    } else {
-      fill(j, own, static_cast<uint16_t>(values_.dtype == Dtype::kHalf ? 0xFC00 : 0xFF80));
-    }
-  }
-
- private:
-  template <class T>
-  void fill(int64_t j, int64_t from, T value) {
-    std::fill(reinterpret_cast<T*>(at(j) + from), reinterpret_cast<T*>(at(j) + bytes_), value);
-  }
-
-  const Values& values_;
-  int64_t bytes_;
-  std::vector<char> room_;
+struct PackedRows : Placed {
+  Row operator()(int64_t i) const { return {at(i), dtype, 1}; }
 };
+
+struct PackedResults : Placed {
+  void* operator()(int64_t i) const { return at(i); }
+};
+
+struct PackedNumbers {
+  const Packed* packed;
+  const RowScalars* each;  // null stands for zeros
+  double operator()(int64_t i) const { return each == nullptr ? 0 : (*each)(packed->row(i)); }
+};
+
+PackedRows rows_in(const Packed& packed, const Tensor& values) {
+  return {{&packed, static_cast<char*>(const_cast<void*>(values.const_data_ptr())),
+           to_dtype(values.scalar_type())}};
+}
+
+PackedResults made_in(const Packed& packed, Tensor& values) { return {rows_in(packed, values)}; }
+
+// Numbers of the rows in their order go to these places of the rows as they came; not those that sort()
+// served.
+void put_back(const Packed& packed, const std::vector<double>& numbers, double* out) {
+  for (int64_t i = 0; i < packed.sorted(); ++i) out[packed.row(i)] = numbers[i];
+}
+
+template <class T>
+void fill_row(char* to, int64_t n, double value) {
+  std::fill(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to) + n, static_cast<T>(value));
+}
+
+// Room for the rows of a mixed run side by side, filled with -inf.
+std::vector<char> room_for(const Run& run, Dtype dtype) {
+  std::vector<char> room(kMostLanes * run.n * size_of(dtype));
+  if (dtype == Dtype::kFloat) {
+    fill_row<float>(room.data(), kMostLanes * run.n, -std::numeric_limits<float>::infinity());
+  } else {
+    fill_row<uint16_t>(room.data(), kMostLanes * run.n, dtype == Dtype::kHalf ? 0xFC00 : 0xFF80);
+  }
+  return room;
+}
+
+Spec spec_of(const Spec& any, const Run& run) {
+  Spec spec = any;
+  spec.n = run.n;
+  if (run.n >= kLongRow) spec.inside = &kInside;
+  return spec;
+}
 
 // serve(run) for all runs, in parallel; what rows are long enough to be shared themselves comes one by one.
 template <class Serve>
@@ -165,28 +190,6 @@ void each(const std::vector<Run>& runs, const Serve& serve) {
   for (const Run& run : shared) serve(run);
 }
 
-struct Scores final : ForwardRows {
-  const Packed& packed;
-  const Values& values;
-  const RowScalars &ks, &taus;
-  char* results;
-  double *hi, *lo;
-  Copies *copies = nullptr, *made = nullptr;
-  int64_t first = 0;
-
-  Scores(const Packed& packed, const Values& values, const RowScalars& ks, const RowScalars& taus,
-         char* results, double* hi, double* lo)
-      : packed(packed), values(values), ks(ks), taus(taus), results(results), hi(hi), lo(lo) {}
-  Row x(int64_t i) const override {
-    return {copies ? copies->at(i - first) : values.at(packed.start(i)), values.dtype, 1};
-  }
-  double k(int64_t i) const override { return ks(packed.row(i)); }
-  double tau(int64_t i) const override { return invertible(taus(packed.row(i))); }
-  void* out(int64_t i) const override { return made ? made->at(i - first) : result(i); }
-  void put(int64_t i, Threshold t) const override { hi[packed.row(i)] = t.hi, lo[packed.row(i)] = t.lo; }
-  char* result(int64_t i) const { return results + packed.start(i) * values.bytes(); }
-};
-
 template <class T>
 bool all_finite(const T* x, int64_t n) {
   T sum = 0;
@@ -195,14 +198,9 @@ bool all_finite(const T* x, int64_t n) {
 }
 
 // Whether no entry of a row is infinite or NaN, as far as a look at floats says.
-bool are_finite(const Values& values, int64_t start, int64_t n) {
-  if (values.dtype == Dtype::kFloat) return all_finite(reinterpret_cast<const float*>(values.at(start)), n);
-  return values.dtype == Dtype::kDouble && all_finite(reinterpret_cast<const double*>(values.at(start)), n);
-}
-
-template <class T>
-void fill_row(char* to, int64_t n, double value) {
-  std::fill(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to) + n, static_cast<T>(value));
+bool are_finite(const char* row, Dtype dtype, int64_t n) {
+  if (dtype == Dtype::kFloat) return all_finite(reinterpret_cast<const float*>(row), n);
+  return dtype == Dtype::kDouble && all_finite(reinterpret_cast<const double*>(row), n);
 }
 
 // In the place of a result, which has one dimension.
@@ -213,133 +211,89 @@ std::tuple<Tensor, Tensor, Tensor> packed_soft_topk(Tensor x, Tensor offsets, Te
   Packed packed(offsets);
   const int64_t rows = packed.rows();
   const Sizes batch{rows};
-  Spec spec{find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), 0, nullptr};
+  const Spec spec = spec_of(cdf, shape, 0, find("output", output, kOutputs));
   const Tensor dense = torch::stable::contiguous(x);
-  const Values values(dense);
   if (!packed.cover(x.size(0))) return {refused(x), refused(x), refused(x)};
   Tensor y = empty(x, sizes_of(x)), hi = empty(x, batch, ScalarType::Double), lo = empty(hi, batch);
   double *const h = numbers_in(hi), *const l = numbers_in(lo);
   const RowScalars ks(k, batch), taus(tau, batch);
-  char* const results = static_cast<char*>(y.mutable_data_ptr());
+  const PackedRows scores = rows_in(packed, dense);
+  const PackedResults results = made_in(packed, y);
+  const int64_t bytes = size_of(scores.dtype);
   constexpr double kEnd = std::numeric_limits<double>::max();
   // The lanes give back rows of which none or all are selected, one by one.
   packed.sort([&](int64_t row, int64_t start, int64_t n) {
     const double k = ks(row);
     const bool none = k == 0, all = k == static_cast<double>(n), served = (none || all) && taus(row) > 0;
-    if (n > 0 && !(served && are_finite(values, start, n))) return false;
+    if (n > 0 && !(served && are_finite(scores.data + start * bytes, scores.dtype, n))) return false;
     h[row] = l[row] = !served ? std::nan("") : none ? kEnd : -kEnd;
     const double share = spec.output == Output::kLog ? std::log(none ? 0.0 : 1.0) : none ? 0.0 : 1.0;
-    char* const to = results + start * values.bytes();
-    values.dtype == Dtype::kFloat ? fill_row<float>(to, n, share) : fill_row<double>(to, n, share);
+    char* const to = results.data + start * bytes;
+    scores.dtype == Dtype::kFloat ? fill_row<float>(to, n, share) : fill_row<double>(to, n, share);
     return true;
   });
-  each(packed.runs(values.dtype != Dtype::kDouble), [&](const Run& run) {
-    Scores scores(packed, values, ks, taus, results, h, l);
-    Spec own = spec;
-    own.n = run.n;
-    if (run.n >= kLongRow) own.inside = &kInside;
-    if (!run.mixed) return kernels().forward(own, scores, run.begin, run.end);
-    Copies copies(run, values), made(run, values);
-    scores.copies = &copies, scores.made = &made, scores.first = run.begin;
+  std::vector<double> his(rows), los(rows);
+  const auto problem = [&](const PackedRows& from, const PackedResults& to) {
+    return SelectionRows(from, PackedNumbers{&packed, &ks}, Invertible<PackedNumbers>{{&packed, &taus}}, to,
+                         his.data(), los.data());
+  };
+  each(packed.runs(scores.dtype != Dtype::kDouble), [&](const Run& run) {
+    const Spec own = spec_of(spec, run);
+    if (!run.mixed) return kernels().forward(own, problem(scores, results), run.begin, run.end);
+    std::vector<char> room = room_for(run, scores.dtype), made(room.size());
+    const Placed copies{&packed, room.data(), scores.dtype, run.begin, run.n * bytes};
+    Placed found = copies;
+    found.data = made.data();
     for (int64_t i = run.begin; i < run.end; ++i) {
-      copies.take(i - run.begin, packed.start(i), packed.length(i));
+      std::memcpy(copies.at(i), scores.at(i), packed.length(i) * bytes);
     }
-    kernels().forward(own, scores, run.begin, run.end);
+    kernels().forward(own, problem({copies}, {found}), run.begin, run.end);
     for (int64_t i = run.begin; i < run.end; ++i) {
-      std::memcpy(scores.result(i), made.at(i - run.begin), packed.length(i) * values.bytes());
+      std::memcpy(results.at(i), found.at(i), packed.length(i) * bytes);
     }
   });
+  put_back(packed, his, h), put_back(packed, los, l);
   if (std::any_of(h, h + rows, [](double t) { return std::isnan(t); })) return {refused(x), hi, lo};
   return {y, hi, lo};
 }
-
-struct Gradients final : BackwardRows {
-  const Packed& packed;
-  const Values &values, &grads;
-  const std::optional<Values>& outputs;
-  const RowScalars& taus;
-  const double *hi, *lo;
-  char* results;
-  double *dk, *dtau;
-
-  Gradients(const Packed& packed, const Values& values, const Values& grads,
-            const std::optional<Values>& outputs, const RowScalars& taus, const double* hi, const double* lo,
-            char* results, double* dk, double* dtau)
-      : packed(packed),
-        values(values),
-        grads(grads),
-        outputs(outputs),
-        taus(taus),
-        hi(hi),
-        lo(lo),
-        results(results),
-        dk(dk),
-        dtau(dtau) {}
-  Row x(int64_t i) const override { return {values.at(packed.start(i)), values.dtype, 1}; }
-  Row y(int64_t i) const override {
-    return {outputs ? outputs->at(packed.start(i)) : nullptr, Dtype::kFloat, 1};
-  }
-  Row grad(int64_t i) const override { return {grads.at(packed.start(i)), values.dtype, 1}; }
-  double grad_lo(int64_t) const override { return 0; }
-  double tau(int64_t i) const override { return invertible(taus(packed.row(i))); }
-  Threshold threshold(int64_t i) const override { return {hi[packed.row(i)], lo[packed.row(i)]}; }
-  void* grad_x(int64_t i) const override { return results + packed.start(i) * values.bytes(); }
-  bool keeps_numbers() const override { return true; }
-  void put(int64_t i, double grad_k, double grad_tau) const override {
-    dk[packed.row(i)] = grad_k, dtau[packed.row(i)] = grad_tau;
-  }
-};
 
 std::tuple<Tensor, Tensor, Tensor> packed_soft_topk_backward(Tensor grad, Tensor x, Tensor offsets, Tensor hi,
                                                              Tensor lo, Tensor tau, Text cdf, double shape,
                                                              Text output, std::optional<Tensor> y) {
   Packed packed(offsets);
-  const Sizes batch{packed.rows()};
-  Spec spec{find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), 0, nullptr};
-  const Tensor scores = torch::stable::contiguous(x), incoming = torch::stable::contiguous(grad);
-  const Values values(scores), grads(incoming);
-  std::optional<Values> outputs;
-  if (y && y->scalar_type() == ScalarType::Float) outputs.emplace(*y);
+  const int64_t rows = packed.rows();
+  const Sizes batch{rows};
+  const Spec spec = spec_of(cdf, shape, 0, find("output", output, kOutputs));
+  const Tensor dense = torch::stable::contiguous(x), incoming = torch::stable::contiguous(grad);
+  const PackedRows scores = rows_in(packed, dense);
+  std::optional<PackedRows> outputs;
+  if (y && y->scalar_type() == ScalarType::Float) outputs = rows_in(packed, *y);
   Tensor grad_x = empty(x, sizes_of(x)), grad_k = empty(hi, batch), grad_tau = empty(hi, batch);
   double *const dk = numbers_in(grad_k), *const dtau = numbers_in(grad_tau);
-  const RowScalars taus(tau, batch);
   packed.sort([&](int64_t row, int64_t, int64_t n) {
     if (n == 0) dk[row] = dtau[row] = 0;
     return n == 0;
   });
-  const Gradients gradients(packed, values, grads, outputs, taus, hi.const_data_ptr<double>(),
-                            lo.const_data_ptr<double>(), static_cast<char*>(grad_x.mutable_data_ptr()), dk,
-                            dtau);
-  each(packed.runs(false), [&](const Run& run) {
-    Spec own = spec;
-    own.n = run.n;
-    if (run.n >= kLongRow) own.inside = &kInside;
-    kernels().backward(own, gradients, run.begin, run.end);
-  });
+  const RowScalars taus(tau, batch), his(hi, batch), los(lo, batch);
+  std::vector<double> dks(rows), dtaus(rows);
+  const GradientRows gradients(scores.dtype, scores, Invertible<PackedNumbers>{{&packed, &taus}}, outputs,
+                               std::optional<PackedRows>(rows_in(packed, incoming)),
+                               PackedNumbers{&packed, nullptr}, PackedNumbers{&packed, &his},
+                               PackedNumbers{&packed, &los}, made_in(packed, grad_x), dks.data(),
+                               dtaus.data());
+  each(packed.runs(false),
+       [&](const Run& run) { kernels().backward(spec_of(spec, run), gradients, run.begin, run.end); });
+  put_back(packed, dks, dk), put_back(packed, dtaus, dtau);
   return {grad_x, grad_k, grad_tau};
 }
-
-struct Hard final : MaskRows {
-  const Packed& packed;
-  const Values& values;
-  const RowScalars& ks;
-  char* results;
-
-  Hard(const Packed& packed, const Values& values, const RowScalars& ks, char* results)
-      : packed(packed), values(values), ks(ks), results(results) {}
-  Row x(int64_t i) const override { return {values.at(packed.start(i)), values.dtype, 1}; }
-  double k(int64_t i) const override { return ks(packed.row(i)); }
-  void* out(int64_t i) const override { return results + packed.start(i) * values.bytes(); }
-};
 
 Tensor packed_topk_mask(Tensor x, Tensor offsets, Tensor k) {
   Packed packed(offsets);
   if (!packed.cover(x.size(0))) return refused(x);
   const RowScalars ks(k, Sizes{packed.rows()});
   const Tensor dense = torch::stable::contiguous(x);
-  const Values values(dense);
   Tensor y = empty(x, sizes_of(x));
-  const Hard rows(packed, values, ks, static_cast<char*>(y.mutable_data_ptr()));
+  const HardRows rows(rows_in(packed, dense), PackedNumbers{&packed, &ks}, made_in(packed, y));
   bool possible = true;
   packed.sort([&](int64_t row, int64_t, int64_t n) {
     possible = possible && (n > 0 || ks(row) == 0);

@@ -3,8 +3,8 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/names.h"
 #include "bindings/sorted.h"
-#include "bindings/text.h"
 #include "permutahedron/project.h"
 
 namespace khot {
@@ -53,8 +53,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> project(Tensor z, Tensor w, Tensor ta
       using R = decltype(zero);
       const R* from = scores.const_data_ptr<R>();
       R* to = y.mutable_data_ptr<R>();
-      const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n));
-      torch::stable::parallel_for(0, shape.rows, grain, [&](int64_t begin, int64_t end) {
+      row_ranges(shape.rows, n, [&](int64_t begin, int64_t end) {
         laplace::Workspace<R> work(n, permutahedron::kArrays);
         laplace::Workspace<S> of_w(n, 1);
         for (int64_t row = begin; row < end; ++row) {

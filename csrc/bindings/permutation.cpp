@@ -2,13 +2,11 @@
 // torch's threads. The schemas are defined in khot/_ops/permutation_shares.py.
 #include <limits>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -50,10 +48,6 @@ struct Shares final : ShareRows {
   void put_tau(int64_t block, double value) const override { turned[block] = value; }
 };
 
-ShareSpec to_spec(const std::string& cdf, double shape, const Shares& rows) {
-  return {{find("cdf", cdf, kCdfs), shape, Output::kValue, rows.n, nullptr}, rows.levels};
-}
-
 template <class Serve>
 void share_blocks_out(const Shares& rows, int64_t count, const Serve& serve) {
   row_ranges(count, std::min(kShareBlock, rows.n) * rows.levels, serve);
@@ -61,7 +55,7 @@ void share_blocks_out(const Shares& rows, int64_t count, const Serve& serve) {
 
 Tensor permutation_shares(Tensor x, Tensor hi, Tensor lo, Tensor tau, Text cdf, double shape) {
   Shares rows(x, hi, lo, tau);
-  const ShareSpec spec = to_spec(cdf, shape, rows);
+  const ShareSpec spec{spec_of(cdf, shape, rows.n), rows.levels};
   Sizes sizes = rows.of.with(rows.levels - 1);
   sizes.push_back(rows.n);
   Tensor out = empty(x, sizes);
@@ -74,7 +68,7 @@ Tensor permutation_shares(Tensor x, Tensor hi, Tensor lo, Tensor tau, Text cdf, 
 std::tuple<Tensor, Tensor, Tensor> permutation_shares_backward(Tensor grad, Tensor x, Tensor hi, Tensor lo,
                                                                Tensor tau, Text cdf, double shape) {
   Shares rows(x, hi, lo, tau);
-  const ShareSpec spec = to_spec(cdf, shape, rows);
+  const ShareSpec spec{spec_of(cdf, shape, rows.n), rows.levels};
   rows.grads.emplace(grad, rows.of.with(rows.levels - 1), rows.n);
   Tensor grad_x = empty(x, rows.of.sizes), grad_tau = per_row(x, rows.of);
   Tensor grad_lo = empty(x, rows.of.with(rows.levels), ScalarType::Double);

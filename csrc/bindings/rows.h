@@ -38,9 +38,9 @@ Row row_of(const std::optional<Rows>& rows, int64_t row, Dtype dtype) {
   return rows ? (*rows)(row) : Row{nullptr, dtype, 1};
 }
 
-template <class Rows, class Numbers, class Taus, class Interface = ForwardRows>
+template <class Rows, class Numbers, class Taus, class Interface = ForwardRows, class Out = Results>
 struct SelectionRows : Interface {
-  SelectionRows(Rows scores, Numbers ks, Taus taus, Results results, double* hi, double* lo)
+  SelectionRows(Rows scores, Numbers ks, Taus taus, Out results, double* hi, double* lo)
       : scores(std::move(scores)),
         ks(std::move(ks)),
         taus(std::move(taus)),
@@ -56,14 +56,14 @@ struct SelectionRows : Interface {
   Rows scores;
   Numbers ks;
   Taus taus;
-  Results results;
+  Out results;
   double *hi, *lo;
 };
 
-template <class Rows, class Numbers, class Taus, class Interface = BackwardRows>
+template <class Rows, class Numbers, class Taus, class Interface = BackwardRows, class Out = Results>
 struct GradientRows : Interface {
   GradientRows(Dtype dtype, Rows scores, Taus taus, std::optional<Rows> outputs, std::optional<Rows> incoming,
-               Numbers incoming_lo, Numbers his, Numbers los, Results results, double* dk, double* dtau)
+               Numbers incoming_lo, Numbers his, Numbers los, Out results, double* dk, double* dtau)
       : dtype(dtype),
         scores(std::move(scores)),
         taus(std::move(taus)),
@@ -93,7 +93,7 @@ struct GradientRows : Interface {
   Taus taus;
   std::optional<Rows> outputs, incoming;  // y; no incoming gradients stand for zeros
   Numbers incoming_lo, his, los;
-  Results results;
+  Out results;
   double *dk, *dtau;  // null where they are not wanted
 };
 
@@ -147,9 +147,9 @@ struct LevelRows final : CountRows {
   double *values = nullptr, *dtau = nullptr;  // null where they are not wanted
 };
 
-template <class Rows, class Numbers>
+template <class Rows, class Numbers, class Out = Results>
 struct HardRows final : MaskRows {
-  HardRows(Rows scores, Numbers ks, Results results)
+  HardRows(Rows scores, Numbers ks, Out results)
       : scores(std::move(scores)), ks(std::move(ks)), results(results) {}
   Row x(int64_t row) const override { return scores(row); }
   double k(int64_t row) const override { return ks(row); }
@@ -157,7 +157,7 @@ struct HardRows final : MaskRows {
 
   Rows scores;
   Numbers ks;
-  Results results;
+  Out results;
 };
 
 template <class Rows>

@@ -14,7 +14,7 @@ namespace {
 uint64_t key_of(const Tensor& seed) { return static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()); }
 
 Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
-  Tensor out = empty(seed, std::vector<int64_t>{rows, n}, ScalarType::Double);
+  Tensor out = empty(seed, Sizes{rows, n}, ScalarType::Double);
   double* const data = numbers_in(out);
   const uint64_t key = key_of(seed);
   // Long rows are drawn in parts and short rows together: no uniform depends on the others.
@@ -22,12 +22,22 @@ Tensor uniform(Tensor seed, int64_t rows, int64_t n, int64_t offset) {
   row_ranges(rows * parts, n, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / parts, first = i % parts * kGrain;
-      sampling_kernels().uniform(key, row, offset + first, std::min(kGrain, n - first),
+      kernels().sampling.uniform(key, row, offset + first, std::min(kGrain, n - first),
                                  data + row * n + first);
     }
   });
   return out;
 }
+
+// Rows of logits or of probabilities, and how many of their units are selected.
+struct Units {
+  Shape of;
+  int64_t n;
+  Rows rows;
+  RowScalars ks;
+
+  Units(const Tensor& x, const Tensor& k) : of(x), n(of.n), rows(x, of.batch), ks(k, of.batch) {}
+};
 
 // some(first, count, scratch) for groups of so many rows. They do not depend on the number of threads.
 template <class Some>
@@ -63,25 +73,8 @@ Tensor order_sample(Tensor theta, Tensor k, Tensor seed) {
   const RowScalars ks(k, Shape(theta).batch);
   const uint64_t key = key_of(seed);
   return sampled(theta, [&](const Row& entries, int64_t row, int64_t n, double* work, bool* out) {
-    sampling_kernels().order(entries, n, ks(row), key, row, work, out);
+    kernels().sampling.order(entries, n, ks(row), key, row, work, out);
   });
-}
-
-// Writes `value` as 0 or 1 of the given dtype.
-void put(Dtype dtype, void* out, int64_t i, bool value) {
-  switch (dtype) {
-    case Dtype::kFloat:
-      static_cast<float*>(out)[i] = value;
-      break;
-    case Dtype::kDouble:
-      static_cast<double*>(out)[i] = value;
-      break;
-    case Dtype::kHalf:
-      static_cast<uint16_t*>(out)[i] = value ? 0x3c00 : 0;
-      break;
-    case Dtype::kBFloat16:
-      static_cast<uint16_t*>(out)[i] = value ? 0x3f80 : 0;
-  }
 }
 
 std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least, double tolerance) {
@@ -89,148 +82,125 @@ std::tuple<Tensor, Tensor> pareto_sample(Tensor probs, Tensor seed, double least
   const int64_t n = of.n;
   const Rows rows(probs, of.batch);
   const uint64_t key = key_of(seed);
-  Tensor sample = empty(probs, of.sizes);
-  Tensor drawn = empty(probs, std::vector<int64_t>{}, ScalarType::Bool);
-  void* const out = sample.mutable_data_ptr();
+  Tensor sample = empty(probs, of.sizes, ScalarType::Bool);
+  Tensor drawn = empty(probs, Sizes{}, ScalarType::Bool);
+  bool* const out = sample.mutable_data_ptr<bool>();
   std::atomic<bool> all{true};
   each_group(of.rows, n, rows_together(n), [&](int64_t first, int64_t count, double* work) {
     if (!all) return;
     Row group[kRowsTogether];
     for (int64_t j = 0; j < count; ++j) group[j] = rows(first + j);
     const std::unique_ptr<bool[]> chosen(new bool[count * (n + 1)]);
-    if (!sampling_kernels().pareto(group, count, n, least, tolerance, key, first, work, chosen.get())) {
+    if (!kernels().sampling.pareto(group, count, n, least, tolerance, key, first, work, chosen.get())) {
       all = false;
       return;
     }
-    for (int64_t j = 0; j < count; ++j) {
-      for (int64_t i = 0; i < n; ++i) put(rows.dtype(), out, (first + j) * n + i, chosen[j * (n + 1) + i]);
-    }
+    // without the phantoms
+    for (int64_t j = 0; j < count; ++j) std::copy_n(&chosen[j * (n + 1)], n, out + (first + j) * n);
   });
   *drawn.mutable_data_ptr<bool>() = all;
-  return {sample, drawn};
+  return {torch::stable::to(sample, probs.scalar_type()), drawn};
 }
 
 Tensor tournament(Tensor probs, Tensor seed) {
   const uint64_t key = key_of(seed);
   return sampled(probs, [&](const Row& entries, int64_t row, int64_t n, double* work, bool* out) {
-    sampling_kernels().tournament(entries, n, key, row, work, out);
+    kernels().sampling.tournament(entries, n, key, row, work, out);
   });
 }
 
 Tensor random_tournament(Tensor probs, Tensor order, Tensor seed) {
   const uint64_t shuffle = key_of(order), key = key_of(seed);
   return sampled(probs, [&](const Row& entries, int64_t row, int64_t n, double* work, bool* out) {
-    sampling_kernels().random_tournament(entries, n, shuffle, key, row, work, out);
+    kernels().sampling.random_tournament(entries, n, shuffle, key, row, work, out);
   });
 }
 
 Tensor trials(Tensor z, Tensor k, Tensor which, Tensor seed) {
-  const Shape of(z);
-  const int64_t n = of.n, draws = which.numel();
-  const Rows rows(z, of.batch);
-  const RowScalars ks(k, of.batch);
+  const Units from(z, k);
+  const int64_t n = from.n, draws = which.numel();
   const uint64_t key = key_of(seed);
   const Tensor dense = torch::stable::contiguous(which);
   const int64_t* const design = dense.const_data_ptr<int64_t>();
-  Tensor chosen = empty(z, std::vector<int64_t>{draws, n}, ScalarType::Bool);
+  Tensor chosen = empty(z, Sizes{draws, n}, ScalarType::Bool);
   bool* const out = chosen.mutable_data_ptr<bool>();
   each_row(draws, n, [&](int64_t row, double* work) {
-    sampling_kernels().trials(rows(design[row]), n, ks(design[row]), key, row, work, out + row * n);
+    const int64_t of = design[row];
+    kernels().sampling.trials(from.rows(of), n, from.ks(of), key, row, work, out + row * n);
   });
   return chosen;
 }
 
 std::tuple<Tensor, Tensor, Tensor> characteristic(Tensor z) {
   const Shape of(z);
-  const int64_t n = of.n;
+  const int64_t n = of.n, m = kFrequencies;
   const Rows rows(z, of.batch);
-  Tensor period = empty(z, of.batch), re = empty(z, of.with(kFrequencies));
-  Tensor im = empty(z, of.with(kFrequencies));
-  double *const N = numbers_in(period), *const x = numbers_in(re);
-  double* const y = numbers_in(im);
+  Tensor period = empty(z, of.batch), re = empty(z, of.with(m)), im = empty(z, of.with(m));
+  double *const N = numbers_in(period), *const x = numbers_in(re), *const y = numbers_in(im);
   each_row(of.rows, n, [&](int64_t row, double* work) {
-    N[row] =
-        sampling_kernels().characteristic(rows(row), n, work, x + row * kFrequencies, y + row * kFrequencies);
+    N[row] = kernels().sampling.characteristic(rows(row), n, work, x + row * m, y + row * m);
   });
   return {period, re, im};
 }
 
 std::tuple<Tensor, Tensor, Tensor> inclusion(Tensor z, Tensor k) {
-  const Shape of(z);
-  const int64_t n = of.n;
-  const Rows rows(z, of.batch);
-  const RowScalars ks(k, of.batch);
-  Tensor prob = empty(z, of.batch), pi = empty(z, of.sizes);
-  Tensor out = empty(z, of.sizes);
-  double *const total = numbers_in(prob), *const x = numbers_in(pi);
-  double* const y = numbers_in(out);
-  each_row(of.rows, n, [&](int64_t row, double* work) {
-    total[row] = sampling_kernels().inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
+  const Units from(z, k);
+  const int64_t n = from.n;
+  Tensor prob = empty(z, from.of.batch), pi = empty(z, from.of.sizes), out = empty(z, from.of.sizes);
+  double *const total = numbers_in(prob), *const x = numbers_in(pi), *const y = numbers_in(out);
+  each_row(from.of.rows, n, [&](int64_t row, double* work) {
+    total[row] =
+        kernels().sampling.inclusion(from.rows(row), n, from.ks(row), work, x + row * n, y + row * n);
   });
   return {prob, pi, out};
 }
 
 Tensor covariance(Tensor z, Tensor k, Tensor u) {
-  const Shape of(z);
-  const int64_t n = of.n;
-  const Rows rows(z, of.batch), vectors(u, of.batch);
-  const RowScalars ks(k, of.batch);
-  Tensor result = empty(z, of.sizes);
+  const Units from(z, k);
+  const int64_t n = from.n;
+  const Rows vectors(u, from.of.batch);
+  Tensor result = empty(z, from.of.sizes);
   double* const out = numbers_in(result);
-  each_row(of.rows, n, [&](int64_t row, double* work) {
-    sampling_kernels().covariance(rows(row), vectors(row), n, ks(row), work, out + row * n);
+  each_row(from.of.rows, n, [&](int64_t row, double* work) {
+    kernels().sampling.covariance(from.rows(row), vectors(row), n, from.ks(row), work, out + row * n);
   });
   return result;
 }
 
-// The rows of a group and their sizes.
-struct Goals {
-  Row row[kRowsTogether];
-  double k[kRowsTogether];
-
-  Goals(const Rows& rows, const RowScalars& ks, int64_t first, int64_t count) {
-    for (int64_t j = 0; j < count; ++j) row[j] = rows(first + j), k[j] = ks(first + j);
-  }
-};
+// Calibrates groups of rows with `kernel`, which may write the numbers of iterations.
+void calibrate_groups(decltype(SamplingKernels::calibrate) kernel, const Units& goals, double* theta,
+                      double* iterations) {
+  const int64_t n = goals.n;
+  each_group(goals.of.rows, n, rows_together(n), [&](int64_t first, int64_t count, double* work) {
+    Row row[kRowsTogether];
+    double k[kRowsTogether];
+    for (int64_t j = 0; j < count; ++j) row[j] = goals.rows(first + j), k[j] = goals.ks(first + j);
+    kernel(row, k, count, n, work, theta + first * n, iterations == nullptr ? nullptr : iterations + first);
+  });
+}
 
 std::tuple<Tensor, Tensor> calibrate(Tensor goal, Tensor k) {
-  const Shape of(goal);
-  const int64_t n = of.n;
-  const Rows rows(goal, of.batch);
-  const RowScalars ks(k, of.batch);
-  Tensor theta = empty(goal, of.sizes), iterations = empty(goal, of.batch);
-  double *const out = numbers_in(theta), *const count = numbers_in(iterations);
-  each_group(of.rows, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
-    const Goals goals(rows, ks, first, some);
-    sampling_kernels().calibrate(goals.row, goals.k, some, n, work, out + first * n, count + first);
-  });
+  const Units goals(goal, k);
+  Tensor theta = empty(goal, goals.of.sizes), iterations = empty(goal, goals.of.batch);
+  calibrate_groups(kernels().sampling.calibrate, goals, numbers_in(theta), numbers_in(iterations));
   return {theta, iterations};
 }
 
 std::tuple<Tensor, Tensor> order_inclusion(Tensor z, Tensor k) {
-  const Shape of(z);
-  const int64_t n = of.n;
-  const Rows rows(z, of.batch);
-  const RowScalars ks(k, of.batch);
-  Tensor pi = empty(z, of.sizes), out = empty(z, of.sizes);
+  const Units from(z, k);
+  const int64_t n = from.n;
+  Tensor pi = empty(z, from.of.sizes), out = empty(z, from.of.sizes);
   double *const x = numbers_in(pi), *const y = numbers_in(out);
-  each_row(of.rows, n, [&](int64_t row, double* work) {
-    sampling_kernels().order_inclusion(rows(row), n, ks(row), work, x + row * n, y + row * n);
+  each_row(from.of.rows, n, [&](int64_t row, double* work) {
+    kernels().sampling.order_inclusion(from.rows(row), n, from.ks(row), work, x + row * n, y + row * n);
   });
   return {pi, out};
 }
 
 Tensor order_calibrate(Tensor goal, Tensor k) {
-  const Shape of(goal);
-  const int64_t n = of.n;
-  const Rows rows(goal, of.batch);
-  const RowScalars ks(k, of.batch);
-  Tensor theta = empty(goal, of.sizes);
-  double* const out = numbers_in(theta);
-  each_group(of.rows, n, rows_together(n), [&](int64_t first, int64_t some, double* work) {
-    const Goals goals(rows, ks, first, some);
-    sampling_kernels().order_calibrate(goals.row, goals.k, some, n, work, out + first * n, nullptr);
-  });
+  const Units goals(goal, k);
+  Tensor theta = empty(goal, goals.of.sizes);
+  calibrate_groups(kernels().sampling.order_calibrate, goals, numbers_in(theta), nullptr);
   return theta;
 }
 

@@ -1,8 +1,6 @@
 // khot::masked, khot::topk, khot::topk_mask, khot::order_statistics, khot::weighted_quantiles,
 // khot::soft_topk_magnitude and its backward for the CPU: tensors in and out, rows shared among torch's
 // threads. The schemas are defined in khot/_ops.
-#include "bindings/selection.h"
-
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -20,7 +18,7 @@ std::tuple<Tensor, Tensor> topk(Tensor x, int64_t k, bool largest, bool sorted) 
   STD_TORCH_CHECK(k >= 0 && k <= shape.n, "khot: k must lie in [0, n]");
   Tensor values = empty(x, shape.with(k)), indices = empty(x, shape.with(k), ScalarType::Long);
   const LargestRows found(entries, results_in(values), indices.mutable_data_ptr<int64_t>(), k);
-  topk_rows({shape.n, k, largest, sorted}, found, shape.rows);
+  serve_whole<&Kernels::topk>(TopKSpec{shape.n, k, largest, sorted}, found, shape.rows);
   return {values, indices};
 }
 
@@ -89,10 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_magnitude(Tensor s, Tensor k, Tenso
   Tensor y = empty(s, shape.sizes), hi = per_row(s, shape), lo = per_row(s, shape);
   const SelectionRows rows(Rows(s, batch), RowScalars(k, batch), RowScalars(tau, batch), results_in(y),
                            numbers_in(hi), numbers_in(lo));
-  share(MagnitudeSpec{p, is_signed, shape.n, nullptr}, shape.rows,
-        [&](const MagnitudeSpec& spec, int64_t begin, int64_t end) {
-          kernels().magnitude(spec, rows, begin, end);
-        });
+  serve<&Kernels::magnitude>(MagnitudeSpec{p, is_signed, shape.n, nullptr}, rows, shape.rows);
   return {y, hi, lo};
 }
 
@@ -116,18 +111,11 @@ std::tuple<Tensor, Tensor> soft_topk_magnitude_backward(Tensor grad, Tensor grad
                                 Rows(y, batch), Rows(grad, batch), RowScalars(grad_lo, batch),
                                 RowScalars(hi, batch), RowScalars(lo, batch), results_in(grad_s), nullptr,
                                 numbers_in(grad_tau));
-  const MagnitudeSpec spec{p, is_signed, shape.n, nullptr};
-  row_ranges(shape.rows, shape.n,
-             [&](int64_t begin, int64_t end) { kernels().magnitude_backward(spec, rows, begin, end); });
+  serve_whole<&Kernels::magnitude_backward>(MagnitudeSpec{p, is_signed, shape.n, nullptr}, rows, shape.rows);
   return {grad_s, grad_tau};
 }
 
 }  // namespace
-
-void topk_rows(const TopKSpec& spec, const TopKRows& rows, int64_t count) {
-  row_ranges(count, spec.n, [&](int64_t begin, int64_t end) { kernels().topk(spec, rows, begin, end); });
-}
-
 }  // namespace khot
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {

@@ -1,10 +1,13 @@
 // What plain calls (csrc/eager) use of this library.
-#include "bindings/selection.h"
-#include "bindings/soft_count.h"
-#include "bindings/soft_topk.h"
+#include "bindings/threads.h"
 
 extern "C" __attribute__((visibility("default"))) const void* khot_served() {
-  static const khot::Served served{khot::kernels(),  khot::forward_rows,        khot::backward_rows,
-                                   khot::count_rows, khot::count_rows_backward, khot::topk_rows};
+  using namespace khot;
+  static const Served served{kernels(),
+                             serve<&Kernels::forward>,
+                             serve<&Kernels::backward>,
+                             serve<&Kernels::soft_count>,
+                             serve<&Kernels::soft_count_backward>,
+                             serve_whole<&Kernels::topk>};
   return &served;
 }

@@ -43,4 +43,18 @@ void share(SomeSpec spec, int64_t rows, const Serve& serve) {
   });
 }
 
+// The rows of a call, served by one of the kernels.
+template <auto kernel, class SomeSpec, class SomeRows>
+void serve(const SomeSpec& spec, const SomeRows& rows, int64_t count) {
+  share(spec, count, [&](const SomeSpec& spec, int64_t begin, int64_t end) {
+    (kernels().*kernel)(spec, rows, begin, end);
+  });
+}
+
+// The same by a kernel that does not share a long row among threads.
+template <auto kernel, class SomeSpec, class SomeRows>
+void serve_whole(const SomeSpec& spec, const SomeRows& rows, int64_t count) {
+  row_ranges(count, spec.n, [&](int64_t begin, int64_t end) { (kernels().*kernel)(spec, rows, begin, end); });
+}
+
 }  // namespace khot

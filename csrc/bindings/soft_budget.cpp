@@ -8,7 +8,6 @@
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -16,24 +15,11 @@ namespace {
 
 // As in khot/_kernels/reference/soft_budget.py.
 constexpr double kSummed = 4, kMost = 0x1p-10;
-
-double rounding_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kDouble:
-      return 0x1p-52;
-    case Dtype::kFloat:
-      return 0x1p-23;
-    case Dtype::kHalf:
-      return 0x1p-10;
-    case Dtype::kBFloat16:
-      return 0x1p-7;
-  }
-  return 0;
-}
+constexpr double kRounding[] = {0x1p-23, 0x1p-52, 0x1p-10, 0x1p-7};  // of each Dtype
 
 // The share of the sum of n costs by which a budget may exceed it.
 double slack_of(int64_t n, Dtype dtype) {
-  const double eps = rounding_of(dtype), kept = std::min(eps, rounding_of(Dtype::kFloat));
+  const double eps = kRounding[static_cast<int>(dtype)], kept = std::min(eps, 0x1p-23);
   return kSummed * eps + std::min(0.5 * kept * static_cast<double>(n), kMost);
 }
 
@@ -41,10 +27,7 @@ BudgetSpec to_spec(const std::string& cdf, double shape, const std::string& by, 
                    const Tensor& cost) {
   STD_TORCH_CHECK(by == "score" || by == "value", "khot: unknown by '", by,
                   "': the CPU kernels know score, value");
-  return {{find("cdf", cdf, kCdfs), shape, Output::kValue, n, nullptr},
-          by == "value",
-          at_most,
-          slack_of(n, to_dtype(cost.scalar_type()))};
+  return {spec_of(cdf, shape, n), by == "value", at_most, slack_of(n, to_dtype(cost.scalar_type()))};
 }
 
 std::tuple<Tensor, Tensor, Tensor> soft_budget(Tensor x, Tensor cost, Tensor budget, Tensor tau, Text cdf,
@@ -55,9 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_budget(Tensor x, Tensor cost, Tensor bud
   const PricedRows<Rows, RowScalars> rows(Rows(cost, of.batch, of.n), Rows(x, of.batch),
                                           RowScalars(budget, of.batch), RowScalars(tau, of.batch),
                                           results_in(out), numbers_in(hi), numbers_in(lo));
-  share(spec, of.rows, [&](const BudgetSpec& spec, int64_t begin, int64_t end) {
-    kernels().budget(spec, rows, begin, end);
-  });
+  serve<&Kernels::budget>(spec, rows, of.rows);
   return {out, hi, lo};
 }
 
@@ -74,9 +55,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> soft_budget_backward(Tensor grad, Ten
       Rows(cost, of.batch, of.n), results_in(grad_cost), scores.dtype(), scores, RowScalars(tau, of.batch),
       std::nullopt, Rows(grad, of.batch), RowScalars(grad_lo, of.batch), RowScalars(hi, of.batch),
       RowScalars(lo, of.batch), results_in(grad_x), numbers_in(grad_budget), numbers_in(grad_tau));
-  share(spec, of.rows, [&](const BudgetSpec& spec, int64_t begin, int64_t end) {
-    kernels().budget_backward(spec, rows, begin, end);
-  });
+  serve<&Kernels::budget_backward>(spec, rows, of.rows);
   return {grad_x, grad_cost, grad_budget, grad_tau};
 }
 

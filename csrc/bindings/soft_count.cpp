@@ -1,14 +1,9 @@
 // khot::soft_count and khot::soft_count_backward for the CPU: tensors in and out, rows shared among torch's
 // threads. The schemas are defined in khot/_ops.
-#include "bindings/soft_count.h"
-
-#include <optional>
-#include <string>
 #include <tuple>
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
@@ -22,18 +17,14 @@ Counts counts_of(const Tensor& x, const Tensor& at, const Tensor& tau, const Sha
   return {m, {x, of.batch}, {tau, of.batch}, {at, of.with(m)}};
 }
 
-CountSpec to_spec(const std::string& cdf, double shape, int64_t n, int64_t levels, bool centred) {
-  return {{find("cdf", cdf, kCdfs), shape, Output::kValue, n, nullptr}, levels, centred};
-}
-
 Tensor soft_count(Tensor x, Tensor at, Tensor tau, Text cdf, double shape, bool centred) {
   const Shape of(x);
   Counts rows = counts_of(x, at, tau, of);
-  const CountSpec spec = to_spec(cdf, shape, of.n, rows.m, centred);
+  const CountSpec spec{spec_of(cdf, shape, of.n), rows.m, centred};
   Tensor out = empty(x, of.with(rows.m), ScalarType::Double);
   if (of.n == 0) return torch::stable::fill_(out, 0);
   rows.values = numbers_in(out);
-  count_rows(spec, rows, of.rows);
+  serve<&Kernels::soft_count>(spec, rows, of.rows);
   return out;
 }
 
@@ -41,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Te
                                                        double shape, bool centred) {
   const Shape of(x);
   Counts rows = counts_of(x, at, tau, of);
-  const CountSpec spec = to_spec(cdf, shape, of.n, rows.m, centred);
+  const CountSpec spec{spec_of(cdf, shape, of.n), rows.m, centred};
   Tensor grad_x = empty(x, of.sizes);
   Tensor grad_at = empty(x, of.with(rows.m), ScalarType::Double);
   Tensor grad_tau = per_row(x, of);
@@ -51,26 +42,13 @@ std::tuple<Tensor, Tensor, Tensor> soft_count_backward(Tensor grad, Tensor x, Te
     rows.grads.emplace(grad, of.with(rows.m));
     rows.values = numbers_in(grad_at), rows.dtau = numbers_in(grad_tau);
     rows.results = results_in(grad_x);
-    count_rows_backward(spec, rows, of.rows);
+    serve<&Kernels::soft_count_backward>(spec, rows, of.rows);
   }
   if (at.scalar_type() != ScalarType::Double) grad_at = torch::stable::to(grad_at, at.scalar_type());
   return {grad_x, grad_at, grad_tau};
 }
 
 }  // namespace
-
-void count_rows(const CountSpec& spec, const CountRows& rows, int64_t count) {
-  share(spec, count, [&](const CountSpec& spec, int64_t begin, int64_t end) {
-    kernels().soft_count(spec, rows, begin, end);
-  });
-}
-
-void count_rows_backward(const CountSpec& spec, const CountRows& rows, int64_t count) {
-  share(spec, count, [&](const CountSpec& spec, int64_t begin, int64_t end) {
-    kernels().soft_count_backward(spec, rows, begin, end);
-  });
-}
-
 }  // namespace khot
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {

@@ -1,30 +1,22 @@
 // khot::soft_topk and khot::soft_topk_backward for the CPU: tensors in and out, rows shared among torch's
 // threads. The schemas are defined in khot/_ops.
-#include "bindings/soft_topk.h"
-
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <string>
 #include <tuple>
 
 #include "bindings/names.h"
 #include "bindings/tensors.h"
-#include "bindings/text.h"
 #include "bindings/threads.h"
 
 namespace khot {
 namespace {
 
-Spec to_spec(const std::string& cdf, double shape, const std::string& output, int64_t n) {
-  return {find("cdf", cdf, kCdfs), shape, find("output", output, kOutputs), n, nullptr};
-}
-
 std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, Text cdf, double shape,
                                              Text output) {
   const Shape of(x);
   const Sizes& batch = of.batch;
-  const Spec spec = to_spec(cdf, shape, output, of.n);
+  const Spec spec = spec_of(cdf, shape, of.n, find("output", output, kOutputs));
   Tensor out = empty(x, of.with(spec.output == Output::kThreshold ? 0 : of.n));
   Tensor hi = per_row(x, of), lo = per_row(x, of);
 
@@ -38,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk(Tensor x, Tensor k, Tensor tau, Tex
   }
   const SelectionRows rows(Rows(x, batch), RowScalars(k, batch), Invertible<RowScalars>{{tau, batch}},
                            results_in(out), numbers_in(hi), numbers_in(lo));
-  forward_rows(spec, rows, of.rows);
+  serve<&Kernels::forward>(spec, rows, of.rows);
   return {out, hi, lo};
 }
 
@@ -47,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
                                                       Text output, std::optional<Tensor> y) {
   const Shape of(x);
   const Sizes& batch = of.batch;
-  const Spec spec = to_spec(cdf, shape, output, of.n);
+  const Spec spec = spec_of(cdf, shape, of.n, find("output", output, kOutputs));
   Tensor grad_x = empty(x, of.sizes), grad_k = empty(hi, batch), grad_tau = empty(hi, batch);
 
   if (of.n == 0) return {grad_x, torch::stable::fill_(grad_k, 0), torch::stable::fill_(grad_tau, 0)};
@@ -58,22 +50,11 @@ std::tuple<Tensor, Tensor, Tensor> soft_topk_backward(Tensor grad, Tensor grad_l
                           std::optional<Rows>(std::in_place, grad, batch), RowScalars(grad_lo, batch),
                           RowScalars(hi, batch), RowScalars(lo, batch), results_in(grad_x),
                           numbers_in(grad_k), numbers_in(grad_tau));
-  backward_rows(spec, rows, of.rows);
+  serve<&Kernels::backward>(spec, rows, of.rows);
   return {grad_x, grad_k, grad_tau};
 }
 
 }  // namespace
-
-void forward_rows(const Spec& spec, const ForwardRows& rows, int64_t count) {
-  share(spec, count,
-        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().forward(spec, rows, begin, end); });
-}
-
-void backward_rows(const Spec& spec, const BackwardRows& rows, int64_t count) {
-  share(spec, count,
-        [&](const Spec& spec, int64_t begin, int64_t end) { kernels().backward(spec, rows, begin, end); });
-}
-
 }  // namespace khot
 
 STABLE_TORCH_LIBRARY_IMPL(khot, CPU, m) {

@@ -4,11 +4,10 @@
 #include <limits>
 
 #include "bindings/tensors.h"
+#include "bindings/threads.h"
 #include "laplace/rows.h"
 
 namespace khot {
-
-constexpr int64_t kGrain = 1 << 13;  // the number of entries that are worth waking a thread for
 
 // t in the given dtype, broadcast to the sizes and contiguous.
 inline Tensor dense(const Tensor& t, const Sizes& sizes, ScalarType dtype) {
@@ -31,8 +30,7 @@ struct SortedShape : Shape {
   // serve(workspace, row) for all rows. Each thread has its own workspace.
   template <class R, class Serve>
   void share(int64_t length, int arrays, const Serve& serve) const {
-    const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, length));
-    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    row_ranges(rows, length, [&](int64_t begin, int64_t end) {
       laplace::Workspace<R> work(length, arrays);
       for (int64_t row = begin; row < end; ++row) serve(work, row);
     });

@@ -11,7 +11,6 @@
 
 #include "bindings/empty.h"
 #include "bindings/rows.h"
-#include "bindings/sizes.h"
 #include "kernels.h"
 
 namespace khot {

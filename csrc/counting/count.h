@@ -23,10 +23,7 @@ struct Level {
   R shift;
 
   Level(const C& F, bool centred) : F(F), shift(static_cast<R>(centred ? F.median : 0.0)) {}
-  Level(const C& F, double level, double tau, bool centred) : Level(F, centred) {
-    put({level, 0}, tau, hi, lo, scale, scale_low);
-  }
-  Level(const C& F, Threshold level, double tau) : Level(F, false) {
+  Level(const C& F, Threshold level, double tau, bool centred = false) : Level(F, centred) {
     put(level, tau, hi, lo, scale, scale_low);
   }
   void put(int lane, double level, double tau) {
@@ -88,7 +85,7 @@ struct CountTotal {
 
 template <class R, class C>
 double count_row(const CountSpec& spec, const C& F, const Row& x, double tau, double level) {
-  const Level<R, C> at(F, level, tau, spec.centred);
+  const Level<R, C> at(F, {level, 0}, tau, spec.centred);
   return reduce<R, CountTotal>(x, spec.n, spec.inside,
                                [=](CountTotal& s, const R* p, int count, int64_t) {
                                  if constexpr (sizeof(R) == 4) {
@@ -241,7 +238,7 @@ template <class R, class C>
 CountGradients count_gradients_row(const CountSpec& spec, const C& F, const Row& x, double tau, double level,
                                    double grad, void* grad_x) {
   constexpr Dtype own_dtype = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
-  const Level<R, C> at(F, level, tau, spec.centred);
+  const Level<R, C> at(F, {level, 0}, tau, spec.centred);
   const R factor = static_cast<R>(grad / tau);
   const bool own = x.dtype == own_dtype;
   return reduce<R, CountGradients>(x, spec.n, spec.inside,
@@ -269,7 +266,7 @@ void count_gradients_levels(const CountSpec& spec, const C& F, const Row& x, dou
   constexpr int64_t kTogether = 8;
   std::vector<Level<R, C>> at;
   at.reserve(spec.levels);
-  for (int64_t j = 0; j < spec.levels; ++j) at.emplace_back(F, levels[j], tau, spec.centred);
+  for (int64_t j = 0; j < spec.levels; ++j) at.emplace_back(F, Threshold{levels[j], 0}, tau, spec.centred);
   R buffer[kBlock], part[kBlock + kWidth<R>];
   double total[kBlock];
   for (int64_t begin = 0; begin < spec.n; begin += kBlock) {
@@ -319,17 +316,16 @@ inline void soft_count_backward(const CountSpec& spec, const CountRows& rows, in
         rows.put_tau(i, kNan);
         return;
       }
-      if (spec.levels == 1) {
+      const auto write = [&](auto zero) {
+        using R = decltype(zero);
         void* const out = rows.grad_x(i);
-        sums[0] = in_float ? count_gradients_row<float, C>(spec, F, x, tau, levels[0], grads[0], out)
-                           : count_gradients_row<double, C>(spec, F, x, tau, levels[0], grads[0], out);
-      } else if (in_float) {
-        count_gradients_levels<float, C>(spec, F, x, tau, levels.data(), grads.data(), rows.grad_x(i),
-                                         sums.data());
-      } else {
-        count_gradients_levels<double, C>(spec, F, x, tau, levels.data(), grads.data(), rows.grad_x(i),
-                                          sums.data());
-      }
+        if (spec.levels == 1) {
+          sums[0] = count_gradients_row<R, C>(spec, F, x, tau, levels[0], grads[0], out);
+        } else {
+          count_gradients_levels<R, C>(spec, F, x, tau, levels.data(), grads.data(), out, sums.data());
+        }
+      };
+      in_float ? write(0.0f) : write(0.0);
       double grad_tau = 0;
       for (int64_t j = 0; j < spec.levels; ++j) {
         rows.put(i, j, -grads[j] * sums[j].f / tau);

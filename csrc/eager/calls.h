@@ -11,7 +11,7 @@ class Tensor;
 
 namespace khot {
 
-#define KHOT_CALL(name) PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count)
+#define KHOT_CALL(name) PyObject* name(PyObject* const* args)
 
 // thresholds.cpp
 KHOT_CALL(soft_topk);
@@ -24,11 +24,7 @@ KHOT_CALL(topk_mask);
 // gpu_draws.cpp
 KHOT_CALL(pareto);
 // gpu_calls.cpp
-KHOT_CALL(soft_rank);
-KHOT_CALL(soft_sort);
 KHOT_CALL(soft_topk_magnitude);
-KHOT_CALL(soft_budget);
-KHOT_CALL(selectable);
 KHOT_CALL(soft_topk_of_selectable);
 KHOT_CALL(sample_khot);
 KHOT_CALL(gated);

@@ -57,9 +57,7 @@ Found with_gradient(const Tensor& x, c10::function_ref<Found()> find) {
 }  // namespace
 
 // topk(input, k, dim, largest, sorted)
-PyObject* topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 5, "khot: topk takes 5 arguments");
+KHOT_CALL(topk) {
   if (!PyLong_CheckExact(args[1]) || !PyBool_Check(args[3]) || !PyBool_Check(args[4])) Py_RETURN_NONE;
   Tensor values, indices;
   if (gpu::topk(args, values, indices)) {
@@ -80,15 +78,12 @@ PyObject* topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
   PyObject* const first = THPVariable_Wrap(std::move(values));
   PyObject* const second = THPVariable_Wrap(std::move(indices));
   return Py_BuildValue("(NN)", first, second);
-  END_HANDLE_TH_ERRORS
 }
 
 // ---------------------------------------------------------------------------------- the hard mask
 
 // topk_mask(input, k, dim, largest, mask, group)
-PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 6, "khot: topk_mask takes 6 arguments");
+KHOT_CALL(topk_mask) {
   if (args[3] != Py_True || args[4] != Py_None || args[5] != Py_None) Py_RETURN_NONE;
   if (PyObject* const there = gpu::call(gpu::kTopkMask, args)) return there;
   const Tensor* found = rows_of(args[0], args[2], kMost);
@@ -105,7 +100,6 @@ PyObject* topk_mask(PyObject*, PyObject* const* args, Py_ssize_t count) {
   served->kernels.topk_mask(rows, n, 0, count_of_rows);
   if (!has_results(y)) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
-  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace khot

@@ -49,7 +49,7 @@ bool read_number(PyObject* value, char role, const Tensor& x, const Shape& shape
     return false;
   found.given = given;
   found.tensor = for_launch(given, shape.batch());
-  fact = number_fact(found.tensor.scalar_type(), given.numel() == 1);
+  fact = given_fact(found.tensor.scalar_type(), given.numel() == 1);
   return true;
 }
 
@@ -59,7 +59,7 @@ bool read_cost(PyObject* value, const Tensor& x, Call& call) {
   const bool of_each = cost.sizes() == x.sizes(), of_column = cost.dim() == 1 && cost.numel() == x.size(-1);
   if (!is_constant(cost, x) || !dtype_of(cost) || !cost.is_contiguous() || !(of_each || of_column))
     return false;
-  call.signature.cost() = cost_fact(cost.scalar_type(), cost.numel() == x.numel());
+  call.signature.cost = given_fact(cost.scalar_type(), cost.numel() == x.numel());
   call.inputs.push_back(cost);
   return true;
 }
@@ -69,7 +69,7 @@ bool read_mask(PyObject* value, const Tensor& x, Call& call) {
   if (!THPVariable_CheckExact(value)) return false;
   call.mask = THPVariable_Unpack(value);
   if (call.inputs.size() > 1) {  // the mask makes the cost one of each entry
-    call.signature.cost() = cost_fact(call.inputs[1].scalar_type(), true);
+    call.signature.cost = given_fact(call.inputs[1].scalar_type(), true);
   }
   return is_constant(call.mask, x) && call.mask.scalar_type() == at::kBool &&
          broadcasts(call.mask.sizes(), x.sizes());
@@ -139,7 +139,7 @@ bool read(Operator which, PyObject* const* args, Call& call) {
       case 'i':
       case 't':
         if (!read_number(value, roles[i], x, call.shape, call.numbers[number],
-                         call.signature.number(number))) {
+                         call.signature.numbers[number])) {
           return false;
         }
         ++number;
@@ -150,7 +150,7 @@ bool read(Operator which, PyObject* const* args, Call& call) {
         const auto fact = roles[i] == 'c' ? cdf_fact(value) : fact_of(value);
         if (!fact) return false;
         call.choices[choice] = value;
-        call.signature.choice(choice++) = *fact;
+        call.signature.choices[choice++] = *fact;
         if (roles[i] == 'o') call.ascending = value == Py_False;
         break;
       }

@@ -99,16 +99,11 @@ const Around& around(const Work& work, int64_t n, c10::Device device) {
     const bool none = types[i] == at::ScalarType::Undefined;
     named[i] = none ? pybind11::object(pybind11::none()) : pybind11::cast(types[i]);
   }
-  const auto made = pybind11::reinterpret_borrow<pybind11::object>(driver().around)(
-      kHow[static_cast<int>(work.how)], n, device, named);
+  const auto made = driver().around(kHow[static_cast<int>(work.how)], n, device, named);
   const auto found = made.cast<pybind11::tuple>();
   Around result{nullptr, found[2].cast<int64_t>(), found[3].cast<int64_t>()};
-  const auto kernels = tables().find(found[0].cast<int64_t>());
   Arguments arguments;
-  if (kernels != tables().end() && arguments.read(found[1].ptr())) {
-    const auto kernel = kernels->second.find(arguments.key());
-    if (kernel != kernels->second.end()) result.kernel = kernel->second;
-  }
+  if (arguments.read(found[1].ptr())) result.kernel = compiled(found[0].cast<int64_t>(), arguments);
   return arounds()[key] = std::move(result);
 }
 
@@ -136,7 +131,7 @@ bool add(const Work& work, int64_t n, int64_t rows, Launches& launches) {
 }
 
 bool add(const Work& work, const Call& call, Launches& launches) {
-  return add(work, call.shape.n, call.signature.rows(), launches);
+  return add(work, call.shape.n, call.signature.rows, launches);
 }
 
 Written written(Tensor& made) { return {made.scalar_type(), made.mutable_data_ptr()}; }

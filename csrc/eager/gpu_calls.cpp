@@ -99,7 +99,7 @@ struct Sampled {
 
   bool read(PyObject* const* asked, PyObject* generator, PyObject* least, const Tensor* rows = nullptr) {
     if (driver().launch == nullptr || !gpu::read(kSoftTopk, asked, call)) return false;
-    if (is_narrow()) call.signature.dtype() = static_cast<int64_t>(at::kFloat);
+    if (is_narrow()) call.signature.dtype = static_cast<int64_t>(at::kFloat);
     prepared = find(call.signature, call.choices);
     return prepared != nullptr && draw.find(call.signature, generator, least, rows);
   }
@@ -134,14 +134,6 @@ Tensor times(const Tensor& input, const Tensor& sample, Launches& launches) {
 PyObject* started_or_none(Tensor y, Launches& launches) {
   if (!y.defined() || !launches.start()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(y));
-}
-
-// One of the operators that are plain on a GPU alone.
-PyObject* call_or_none(Operator which, PyObject* const* args, Py_ssize_t count) {
-  const auto expected = static_cast<Py_ssize_t>(std::strlen(kOperators[which].roles));
-  TORCH_CHECK_TYPE(count == expected, "khot: ", kOperators[which].name, " takes ", expected, " arguments");
-  if (PyObject* const found = call(which, args)) return found;
-  Py_RETURN_NONE;
 }
 
 }  // namespace
@@ -186,47 +178,16 @@ bool topk(PyObject* const* args, Tensor& values, Tensor& indices) {
 
 namespace khot {
 
-// soft_rank(input, dim, tau, cdf, descending, method, regularization, mask)
-KHOT_CALL(soft_rank) {
-  HANDLE_TH_ERRORS
-  return gpu::call_or_none(gpu::kSoftRank, args, count);
-  END_HANDLE_TH_ERRORS
-}
-
-// soft_sort(input, dim, tau, cdf, descending, method, regularization, mask)
-KHOT_CALL(soft_sort) {
-  HANDLE_TH_ERRORS
-  return gpu::call_or_none(gpu::kSoftSort, args, count);
-  END_HANDLE_TH_ERRORS
-}
-
 // soft_topk_magnitude(input, k, dim, tau, p, rescale, mask, group)
 KHOT_CALL(soft_topk_magnitude) {
-  HANDLE_TH_ERRORS
-  const bool masked = count == 8 && args[6] != Py_None;
-  return gpu::call_or_none(masked ? gpu::kSizes : gpu::kMagnitude, args, count);
-  END_HANDLE_TH_ERRORS
-}
-
-// soft_budget(input, cost, budget, dim, tau, cdf, by, at_most, largest, mask, hard, group)
-KHOT_CALL(soft_budget) {
-  HANDLE_TH_ERRORS
-  return gpu::call_or_none(gpu::kBudget, args, count);
-  END_HANDLE_TH_ERRORS
-}
-
-// selectable(input, dim, most)
-KHOT_CALL(selectable) {
-  HANDLE_TH_ERRORS
-  return gpu::call_or_none(gpu::kSelectable, args, count);
-  END_HANDLE_TH_ERRORS
+  if (PyObject* const found = gpu::call(args[6] == Py_None ? gpu::kMagnitude : gpu::kSizes, args))
+    return found;
+  Py_RETURN_NONE;
 }
 
 // soft_topk_of_selectable(input, k, dim, tau, cdf, largest, mask, group, log): the soft top-k, of which a row
 // with fewer entries that may be selected gets all of them
 KHOT_CALL(soft_topk_of_selectable) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 9, "khot: soft_topk_of_selectable takes 9 arguments");
   using namespace gpu;
   if (driver().launch == nullptr) Py_RETURN_NONE;
   Call given, counting;
@@ -234,7 +195,7 @@ KHOT_CALL(soft_topk_of_selectable) {
   if (!read(kSoftTopk, args, given) || given.negated || given.numbers[0].tensor.defined()) Py_RETURN_NONE;
   if (!read(kSelectable, asked, counting)) Py_RETURN_NONE;
   const Tensor& x = given.inputs[0];
-  given.signature.number(0) = number_fact(at::kDouble, x.numel() == given.shape.n);
+  given.signature.numbers[0] = given_fact(at::kDouble, x.numel() == given.shape.n);
   const auto prepared = find(given.signature, given.choices);
   const auto counts = find(counting.signature, counting.choices);
   if (prepared == nullptr || counts == nullptr) Py_RETURN_NONE;
@@ -247,13 +208,10 @@ KHOT_CALL(soft_topk_of_selectable) {
   given.numbers[0].given = given.numbers[0].tensor = solved(counting, *counts, launches, nullptr, &rows);
   if (!given.numbers[0].tensor.defined()) Py_RETURN_NONE;
   return started_or_none(solved(given, *prepared, launches, nullptr, &rows), launches);
-  END_HANDLE_TH_ERRORS
 }
 
 // sample_khot(logits, k, dim, estimator, design, tau, cdf, hard, mask, generator, least)
 KHOT_CALL(sample_khot) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 11, "khot: sample_khot takes 11 arguments");
   using namespace gpu;
   if (!named(args[3], "straight_through")) Py_RETURN_NONE;
   if ((args[4] != Py_None && !named(args[4], "pareto")) || args[5] != Py_None || args[7] != Py_True) {
@@ -271,13 +229,10 @@ KHOT_CALL(sample_khot) {
   Tensor sample = sampled.add(launches);
   if (!sample.defined() || !launches.start()) Py_RETURN_NONE;
   return THPVariable_Wrap(sample.scalar_type() == dtype ? std::move(sample) : sample.to(dtype));
-  END_HANDLE_TH_ERRORS
 }
 
 // gated(logits, k, input, least): the input times, for each of its rows, a sample from the same logits (n,)
 KHOT_CALL(gated) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "khot: gated takes 4 arguments");
   using namespace gpu;
   if (!THPVariable_CheckExact(args[0]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
   const Tensor &x = THPVariable_Unpack(args[0]), &input = THPVariable_Unpack(args[2]);
@@ -299,7 +254,6 @@ KHOT_CALL(gated) {
   Tensor sample = sampled.add(launches);
   if (sample.defined() && !sampled.draw.multiplies) sample = times(input, sample, launches);
   return started_or_none(std::move(sample), launches);
-  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace khot

@@ -52,7 +52,7 @@ struct Call {
   Numbers numbers;
   Tensor mask;
   bool negated = false, ascending = false;
-  Operator which() const { return static_cast<Operator>(signature.facts[0]); }
+  Operator which() const { return static_cast<Operator>(signature.which); }
 };
 
 // A given number, which broadcasts with a batch, as a launch reads it.

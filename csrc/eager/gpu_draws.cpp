@@ -10,39 +10,33 @@ namespace khot::gpu {
 namespace {
 
 double epsilon(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return std::numeric_limits<double>::epsilon();
-    case at::kHalf:
-      return 0x1p-10;
-    case at::kBFloat16:
-      return 0x1p-7;
-    default:
-      return std::numeric_limits<float>::epsilon();
-  }
+  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "khot", [] {
+    return static_cast<double>(std::numeric_limits<scalar_t>::epsilon());
+  });
 }
 
 }  // namespace
 
 bool Draw::find(const Signature& like, PyObject* given_generator, PyObject* least, const Tensor* of) {
   Signature signature;
-  for (int i = 1; i < 5; ++i) signature.facts[i] = like.facts[i];
+  signature.device = like.device, signature.dtype = like.dtype;
+  signature.rows = like.rows, signature.n = like.n;
   rows = of;
-  if (rows != nullptr) signature.facts[3] = rows->numel() / rows->size(-1);
-  signature.facts[0] = kParetoSample;
+  if (rows != nullptr) signature.rows = rows->numel() / rows->size(-1);
+  signature.which = kParetoSample;
   const auto formula = fact_of(least);
   if (!formula) return false;
-  signature.choice(0) = *formula;
-  const auto dtype = static_cast<at::ScalarType>(signature.dtype());
-  const double tolerance = static_cast<double>(signature.facts[4]) * epsilon(dtype);
-  signature.choice(1) = fact_of(tolerance);
+  signature.choices[0] = *formula;
+  const auto dtype = static_cast<at::ScalarType>(signature.dtype);
+  const double tolerance = static_cast<double>(signature.n) * epsilon(dtype);
+  signature.choices[1] = fact_of(tolerance);
   const pybind11::float_ other(tolerance);
   const Choices choices{least, other.ptr()};
   prepared = gpu::find(signature, choices);
   if (given_generator == Py_None) return prepared != nullptr;
   if (!THPGenerator_Check(given_generator)) return false;
   generator = THPGenerator_Unwrap(given_generator);
-  const c10::Device device(driver().device, static_cast<c10::DeviceIndex>(signature.facts[1]));
+  const c10::Device device(driver().device, static_cast<c10::DeviceIndex>(signature.device));
   return prepared != nullptr && generator->device() == device;
 }
 
@@ -78,8 +72,6 @@ namespace khot {
 
 // pareto(probs, dim, generator, least)
 KHOT_CALL(pareto) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "khot: pareto takes 4 arguments");
   using namespace gpu;
   if (driver().launch == nullptr) Py_RETURN_NONE;
   const Tensor* const probs = rows_in(args[0], args[1]);
@@ -93,7 +85,6 @@ KHOT_CALL(pareto) {
   Tensor sample = draw.sample(probs->const_data_ptr(), probs->sizes(), probs->device(), launches);
   if (!sample.defined() || !launches.start()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(sample));
-  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace khot

@@ -5,6 +5,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -96,7 +97,7 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
         given.append(one.value);
       }
     } else if (*role == 'c' || *role == 'o' || *role == '*') {
-      given.append(choices().at(call.signature.choice(choice++)));
+      given.append(choices().at(call.signature.choices[choice++]));
     } else if (*role == 'd') {
       given.append(call.shape.axis);
     } else if (*role == 'l') {
@@ -109,11 +110,7 @@ variable_list pulled_again(const Saved& saved, const Tensor& grad) {
       given.append(pybind11::none());
     }
   }
-  const pybind11::object name = pybind11::str(described.name), cotangent = wrapped(grad);
-  const auto found = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunctionObjArgs(
-      driver().again, name.ptr(), given.ptr(), asked.ptr(), cotangent.ptr(), nullptr));
-  if (!found) throw python_error();
-  const auto results = found.cast<pybind11::tuple>();
+  const auto results = driver().again(described.name, given, asked, wrapped(grad)).cast<pybind11::tuple>();
   for (size_t i = 0; i < places.size(); ++i) grads[places[i]] = THPVariable_Unpack(results[i].ptr());
   return grads;
 }
@@ -146,7 +143,7 @@ struct Node : torch::autograd::Node {
   Tensor result, kept;  // of the launch; the result if it is not that of the call
 
   std::string name() const override {
-    return std::string("khot::") + kOperators[signature.facts[0]].name + "_backward";
+    return std::string("khot::") + kOperators[signature.which].name + "_backward";
   }
 
   void release_variables() override {
@@ -199,7 +196,8 @@ struct Node : torch::autograd::Node {
 
   // Compiled autograd: the gradient is one function, of which it looks into nothing.
   std::vector<int64_t> facts() const {
-    std::vector<int64_t> found(signature.facts.begin(), signature.facts.end());
+    const Signature::Facts own = signature.facts();
+    std::vector<int64_t> found(own.begin(), own.end());
     for (const int64_t fact : {axis, int64_t{negated}, int64_t{ascending}, static_cast<int64_t>(inputs)}) {
       found.push_back(fact);
     }
@@ -220,7 +218,7 @@ struct Node : torch::autograd::Node {
     Node node;
     const auto facts = packed.unpack<std::vector<int64_t>>();
     const auto end = facts.end() - 4;
-    std::copy(facts.begin(), end, node.signature.facts.begin());
+    std::memcpy(static_cast<void*>(&node.signature), facts.data(), sizeof node.signature);
     node.axis = end[0], node.negated = end[1] != 0, node.ascending = end[2] != 0;
     node.inputs = static_cast<size_t>(end[3]);
     const auto values = packed.unpack<std::vector<double>>();

@@ -41,19 +41,19 @@ using Launch = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigne
 // What starts kernels, once Python has named it.
 struct Driver {
   Launch launch = nullptr;
-  PyObject* stream = nullptr;  // called with the index of a device: its current stream, a number
-  PyObject* hooks = nullptr;   // where Triton keeps the hooks that it tells of launches
-  PyObject* again = nullptr;   // see `pulled_again` in gpu_gradient.cpp
-  PyObject* around = nullptr;  // has the kernel of gpu_around.cpp compiled
-  PyObject* plan = nullptr;    // says what calls of a kind launch (khot/_kernels/triton/plans.py)
-  int unused = 0;  // pointers that Triton passes after the kernel's parameters, null for our kernels
+  pybind11::object stream;  // called with the index of a device: its current stream, a number
+  pybind11::object hooks;   // where Triton keeps the hooks that it tells of launches
+  pybind11::object again;   // see `pulled_again` in gpu_gradient.cpp
+  pybind11::object around;  // has the kernel of gpu_around.cpp compiled
+  pybind11::object plan;    // says what calls of a kind launch (khot/_kernels/triton/plans.py)
+  int unused = 0;           // pointers that Triton passes after the kernel's parameters, null for our kernels
   c10::DeviceType device = c10::DeviceType::CUDA;
   c10::DispatchKeySet keys;  // of plain tensors there
 };
 
 inline Driver& driver() {
-  static Driver only;
-  return only;
+  static auto* const only = new Driver;  // which outlives Python
+  return *only;
 }
 
 inline bool is_there(const Tensor& x) {
@@ -182,6 +182,14 @@ struct Arguments {
   }
 };
 
+// The kernel of a table for such arguments; null if there is none.
+inline std::shared_ptr<const Compiled> compiled(int64_t table, const Arguments& arguments) {
+  const auto kernels = tables().find(table);
+  if (kernels == tables().end()) return nullptr;
+  const auto found = kernels->second.find(arguments.key());
+  return found == kernels->second.end() ? nullptr : found->second;
+}
+
 // Whether nothing is to be told of launches. Triton's hooks are lists of functions, unless somebody has put
 // another function there.
 inline bool unwatched() {
@@ -189,7 +197,8 @@ inline bool unwatched() {
                                     PyUnicode_InternFromString("launch_exit_hook")};
   static PyObject* const calls = PyUnicode_InternFromString("calls");
   for (PyObject* name : names) {
-    const auto hook = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(driver().hooks, name));
+    const auto hook =
+        pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(driver().hooks.ptr(), name));
     if (hook && hook.is_none()) continue;
     const auto list =
         pybind11::reinterpret_steal<pybind11::object>(hook ? PyObject_GetAttr(hook.ptr(), calls) : nullptr);
@@ -205,7 +214,7 @@ inline bool unwatched() {
 inline std::optional<void*> current_stream(c10::Device device) {
   const auto index = pybind11::reinterpret_steal<pybind11::object>(PyLong_FromLong(device.index()));
   const auto stream =
-      pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(driver().stream, index.ptr()));
+      pybind11::reinterpret_steal<pybind11::object>(PyObject_CallOneArg(driver().stream.ptr(), index.ptr()));
   void* const found = stream ? PyLong_AsVoidPtr(stream.ptr()) : nullptr;
   if (PyErr_Occurred()) {
     PyErr_Clear();

@@ -19,8 +19,6 @@ namespace khot {
 // use_driver(launch, stream, hooks, unused, device, again, around, plan): what starts kernels; see
 // `gpu::Driver`.
 KHOT_CALL(use_driver) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8, "khot: use_driver takes 8 arguments");
   using c10::DispatchKey;
   gpu::Driver next;
   next.launch = reinterpret_cast<gpu::Launch>(PyLong_AsVoidPtr(args[0]));
@@ -35,27 +33,18 @@ KHOT_CALL(use_driver) {
     next.keys = c10::DispatchKeySet({DispatchKey::CUDA, DispatchKey::ADInplaceOrView,
                                      DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA});
   }
-  next.stream = Py_NewRef(args[1]);
-  next.hooks = Py_NewRef(args[2]);
-  next.again = Py_NewRef(args[5]);
-  next.around = Py_NewRef(args[6]);
-  next.plan = Py_NewRef(args[7]);
-  std::swap(gpu::driver(), next);
-  Py_XDECREF(next.stream);
-  Py_XDECREF(next.hooks);
-  Py_XDECREF(next.again);
-  Py_XDECREF(next.around);
-  Py_XDECREF(next.plan);
+  const auto kept = [](PyObject* given) { return pybind11::reinterpret_borrow<pybind11::object>(given); };
+  next.stream = kept(args[1]), next.hooks = kept(args[2]);
+  next.again = kept(args[5]), next.around = kept(args[6]), next.plan = kept(args[7]);
+  gpu::driver() = std::move(next);
   gpu::forget();
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
 // remember(table, arguments, function, threads, shared, types): how launches with such arguments are started.
 // The types are those of the arguments in Triton's words.
 KHOT_CALL(remember) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 6 && PyTuple_CheckExact(args[5]), "khot: remember takes 6 arguments");
+  TORCH_CHECK_TYPE(PyTuple_CheckExact(args[5]), "khot: types must be a tuple");
   gpu::Arguments arguments;
   auto kernel = std::make_shared<gpu::Compiled>();
   const int64_t table = PyLong_AsLongLong(args[0]);
@@ -87,29 +76,23 @@ KHOT_CALL(remember) {
   }
   gpu::tables()[table][arguments.key()] = std::move(kernel);
   Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
 }
 
 // start(table, programs, arguments): whether a remembered kernel was started.
 KHOT_CALL(start) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 3, "khot: start takes 3 arguments");
   gpu::Arguments arguments;
   if (gpu::driver().launch == nullptr) Py_RETURN_FALSE;
   const int64_t table = PyLong_AsLongLong(args[0]), programs = PyLong_AsLongLong(args[1]);
   if (PyErr_Occurred()) return nullptr;
-  const auto kernels = gpu::tables().find(table);
-  if (kernels == gpu::tables().end() || !arguments.read(args[2])) Py_RETURN_FALSE;
-  const auto found = kernels->second.find(arguments.key());
-  if (found == kernels->second.end()) Py_RETURN_FALSE;
-  const std::shared_ptr<const gpu::Compiled> kernel = found->second;  // also if another thread forgets it
+  if (!arguments.read(args[2])) Py_RETURN_FALSE;
+  const auto kernel = gpu::compiled(table, arguments);  // also if another thread forgets it
+  if (kernel == nullptr) Py_RETURN_FALSE;
   const c10::Device device = arguments.first->device();
   const c10::DeviceGuard guard(device);
   gpu::Launches one(device);
   const gpu::Parameters parameters(*kernel, arguments.given.data());
   if (one.add(*kernel, programs, parameters) != nullptr && one.start()) Py_RETURN_TRUE;
   Py_RETURN_FALSE;
-  END_HANDLE_TH_ERRORS
 }
 
 namespace gpu {
@@ -135,11 +118,10 @@ std::optional<Step> step_of(pybind11::handle launch) {
                            std::vector<std::array<int, 3>>>;
   const auto [table, programs, given, addresses, parts] = launch.cast<Found>();
   Arguments arguments;
-  const auto kernels = tables().find(table);
-  if (kernels == tables().end() || !arguments.read(given.ptr())) return std::nullopt;
-  const auto found = kernels->second.find(arguments.key());
-  if (found == kernels->second.end()) return std::nullopt;  // it is left to Triton
-  Step step{found->second, programs, Parameters(*found->second, arguments.given.data()), {}, {}};
+  if (!arguments.read(given.ptr())) return std::nullopt;
+  const auto kernel = compiled(table, arguments);
+  if (kernel == nullptr) return std::nullopt;  // it is left to Triton
+  Step step{kernel, programs, Parameters(*kernel, arguments.given.data()), {}, {}};
   for (const auto& [at, slot, offset] : addresses) {
     if (!arguments.given[at].aligned() || (offset & static_cast<int64_t>(kAligned)) != 0) return std::nullopt;
     const int place = step.parameters.places[at];
@@ -175,19 +157,18 @@ pybind11::object given_as(int64_t fact) {
 
 // What Python plans for calls with this signature.
 pybind11::object plan_of(const Signature& signature, const pybind11::tuple& chosen) {
-  const bool backward = signature.facts[0] < 0;
-  const int64_t which = backward ? backward_of(signature.facts[0]) : signature.facts[0];
+  const bool backward = signature.which < 0;
+  const int64_t which = backward ? backward_of(signature.which) : signature.which;
   const Described& described = kOperators[which];
   pybind11::list numbers;
   for (const char* role = described.roles; *role != 0; ++role) {
     if (std::strchr("kit", *role) == nullptr) continue;
-    numbers.append(given_as(signature.number(static_cast<int>(numbers.size()))));
+    numbers.append(given_as(signature.numbers[numbers.size()]));
   }
-  const c10::Device device(driver().device, static_cast<c10::DeviceIndex>(signature.facts[1]));
-  return pybind11::reinterpret_borrow<pybind11::object>(driver().plan)(
-      described.name, backward, device, static_cast<at::ScalarType>(signature.dtype()), signature.rows(),
-      signature.facts[4], chosen, pybind11::tuple(numbers), given_as(signature.cost()),
-      signature.asked() != 0);
+  const c10::Device device(driver().device, static_cast<c10::DeviceIndex>(signature.device));
+  return driver().plan(described.name, backward, device, static_cast<at::ScalarType>(signature.dtype),
+                       signature.rows, signature.n, chosen, pybind11::tuple(numbers),
+                       given_as(signature.cost), signature.asked != 0);
 }
 
 // The launches that Python plans, which are known from here on; null if there is no plan.
@@ -216,21 +197,21 @@ std::shared_ptr<const Prepared> find(const Signature& signature, const Choices& 
   if (is_new && known().size() > kMostKnown) known().clear();
   if (is_new || found->second.is_planned) return is_new ? nullptr : found->second.prepared;
   pybind11::list given;
-  for (int i = 0; i < kMostChoices && signature.choice(i) != 0; ++i) {
+  for (int i = 0; i < kMostChoices && signature.choices[i] != 0; ++i) {
     given.append(pybind11::reinterpret_borrow<pybind11::object>(chosen[i]));
-    choices()[signature.choice(i)] = given[i];
+    choices()[signature.choices[i]] = given[i];
   }
   return planned(signature, given);
 }
 
 std::shared_ptr<const Prepared> find_backward(Signature signature, bool asked) {
-  signature.facts[0] = backward_of(signature.facts[0]);
-  signature.asked() = asked ? 1 : 0;
+  signature.which = backward_of(signature.which);
+  signature.asked = asked ? 1 : 0;
   const auto found = known().find(signature);
   if (found != known().end()) return found->second.prepared;
   pybind11::list given;
-  for (int i = 0; i < kMostChoices && signature.choice(i) != 0; ++i) {
-    given.append(choices().at(signature.choice(i)));
+  for (int i = 0; i < kMostChoices && signature.choices[i] != 0; ++i) {
+    given.append(choices().at(signature.choices[i]));
   }
   return planned(signature, given);
 }
@@ -238,11 +219,9 @@ std::shared_ptr<const Prepared> find_backward(Signature signature, bool asked) {
 }  // namespace gpu
 
 // forget(): all kernels and launches.
-PyObject* forget(PyObject*, PyObject* const*, Py_ssize_t) {
-  HANDLE_TH_ERRORS
+PyObject* forget(PyObject* const*) {
   gpu::forget();
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace khot

@@ -18,8 +18,7 @@ namespace {
 
 // serve(address, classes): what khot._C offers, 0 if it is not in use, and the class of each CDF by its name.
 KHOT_CALL(serve) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2 && PyDict_Check(args[1]), "khot: serve takes an address and a dict");
+  TORCH_CHECK_TYPE(PyDict_Check(args[1]), "khot: serve takes an address and a dict");
   for (const Named<Cdf>& one : kCdfs) {
     PyObject* found = PyDict_GetItemString(args[1], one.name);
     TORCH_CHECK_TYPE(found == nullptr || PyType_Check(found), "khot: ", one.name, " is not a class");
@@ -29,33 +28,50 @@ KHOT_CALL(serve) {
   served = static_cast<const Served*>(PyLong_AsVoidPtr(args[0]));
   if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;
+}
+
+// A call with so many arguments, in which errors of C++ become those of Python.
+template <auto call, Py_ssize_t expected>
+PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == expected, "khot: expected ", expected, " arguments, but got ", count);
+  return call(args);
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef method(const char* name, PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr};
+template <auto call, Py_ssize_t expected>
+PyMethodDef method(const char* name) {
+  const auto address = reinterpret_cast<void (*)()>(guarded<call, expected>);
+  return {name, reinterpret_cast<PyCFunction>(address), METH_FASTCALL, nullptr};
 }
 
-PyMethodDef methods[] = {method("serve", serve),
-                         method("soft_topk", soft_topk),
-                         method("hard_topk", hard_topk),
-                         method("soft_count", soft_count),
-                         method("inverse_soft_count", inverse_soft_count),
-                         method("topk", topk),
-                         method("topk_mask", topk_mask),
-                         method("soft_rank", soft_rank),
-                         method("soft_sort", soft_sort),
-                         method("pareto", pareto),
-                         method("soft_topk_magnitude", soft_topk_magnitude),
-                         method("soft_budget", soft_budget),
-                         method("selectable", selectable),
-                         method("soft_topk_of_selectable", soft_topk_of_selectable),
-                         method("sample_khot", sample_khot),
-                         method("gated", gated),
-                         method("use_driver", use_driver),
-                         method("remember", remember),
-                         method("start", start),
-                         method("forget", forget),
+// One of the operators that are plain on a GPU alone, or None.
+template <gpu::Operator which>
+PyObject* on_gpu(PyObject* const* args) {
+  if (PyObject* const found = gpu::call(which, args)) return found;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {method<serve, 2>("serve"),
+                         method<soft_topk, 10>("soft_topk"),
+                         method<hard_topk, 10>("hard_topk"),
+                         method<soft_count, 5>("soft_count"),
+                         method<inverse_soft_count, 5>("inverse_soft_count"),
+                         method<topk, 5>("topk"),
+                         method<topk_mask, 6>("topk_mask"),
+                         method<on_gpu<gpu::kSoftRank>, 8>("soft_rank"),
+                         method<on_gpu<gpu::kSoftSort>, 8>("soft_sort"),
+                         method<pareto, 4>("pareto"),
+                         method<soft_topk_magnitude, 8>("soft_topk_magnitude"),
+                         method<on_gpu<gpu::kBudget>, 12>("soft_budget"),
+                         method<on_gpu<gpu::kSelectable>, 3>("selectable"),
+                         method<soft_topk_of_selectable, 9>("soft_topk_of_selectable"),
+                         method<sample_khot, 11>("sample_khot"),
+                         method<gated, 4>("gated"),
+                         method<use_driver, 8>("use_driver"),
+                         method<remember, 6>("remember"),
+                         method<start, 3>("start"),
+                         method<forget, 0>("forget"),
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_eager", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -1,6 +1,7 @@
 // What every plain call asks of its arguments, and what it tells the kernels of khot._C about rows.
 #pragma once
 
+#include <ATen/Dispatch.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -20,7 +21,6 @@
 #include <iterator>
 #include <limits>
 #include <optional>
-#include <type_traits>
 
 #include "bindings/rows.h"
 #include "kernels.h"
@@ -86,49 +86,23 @@ struct Rows {
 template <class Value>
 Tensor per_row(const Tensor& x, const Value& value) {
   Tensor result = at::empty(x.sizes().slice(0, x.dim() - 1), x.options());
-  const auto fill = [&](auto* out) {
-    for (int64_t row = 0; row < result.numel(); ++row) {
-      out[row] = static_cast<std::remove_reference_t<decltype(*out)>>(value(row));
-    }
-  };
-  switch (*dtype_of(x)) {
-    case Dtype::kFloat:
-      fill(result.mutable_data_ptr<float>());
-      break;
-    case Dtype::kDouble:
-      fill(result.mutable_data_ptr<double>());
-      break;
-    case Dtype::kHalf:
-      fill(result.mutable_data_ptr<at::Half>());
-      break;
-    case Dtype::kBFloat16:
-      fill(result.mutable_data_ptr<at::BFloat16>());
-      break;
-  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "khot", [&] {
+    scalar_t* const out = result.mutable_data_ptr<scalar_t>();
+    for (int64_t row = 0; row < result.numel(); ++row) out[row] = static_cast<scalar_t>(value(row));
+  });
   return result;
-}
-
-inline bool starts_with_nan(const void* row, Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kFloat:
-      return std::isnan(*static_cast<const float*>(row));
-    case Dtype::kDouble:
-      return std::isnan(*static_cast<const double*>(row));
-    case Dtype::kHalf:
-      return std::isnan(static_cast<float>(*static_cast<const at::Half*>(row)));
-    default:
-      return std::isnan(static_cast<float>(*static_cast<const at::BFloat16*>(row)));
-  }
 }
 
 // Whether every row has a hard mask: a row without one is NaN.
 inline bool has_results(const Tensor& mask) {
-  const char* const first = static_cast<const char*>(mask.const_data_ptr());
-  const int64_t bytes = mask.size(-1) * mask.element_size();
-  for (int64_t at = 0; at < static_cast<int64_t>(mask.nbytes()); at += bytes) {
-    if (starts_with_nan(first + at, *dtype_of(mask))) return false;
-  }
-  return true;
+  bool all = true;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, mask.scalar_type(), "khot", [&] {
+    const scalar_t* const first = mask.const_data_ptr<scalar_t>();
+    for (int64_t at = 0; at < mask.numel(); at += mask.size(-1)) {
+      all = all && !std::isnan(static_cast<double>(first[at]));
+    }
+  });
+  return all;
 }
 
 template <class Choice, size_t count>

@@ -49,23 +49,27 @@ constexpr int kMostNumbers = 2, kMostChoices = 4;
 // their length, the choices, how the numbers and the cost are given, and whether it is a launch for the
 // gradients of numbers, where these have one of their own.
 struct Signature {
-  std::array<int64_t, 5 + kMostChoices + kMostNumbers + 2> facts{};
-  int64_t& dtype() { return facts[2]; }
-  int64_t dtype() const { return facts[2]; }
-  int64_t rows() const { return facts[3]; }
-  int64_t& choice(int i) { return facts[5 + i]; }
-  int64_t choice(int i) const { return facts[5 + i]; }
-  int64_t& number(int i) { return facts[5 + kMostChoices + i]; }
-  int64_t number(int i) const { return facts[5 + kMostChoices + i]; }
-  int64_t& cost() { return facts[5 + kMostChoices + kMostNumbers]; }
-  int64_t cost() const { return facts[5 + kMostChoices + kMostNumbers]; }
-  int64_t& asked() { return facts.back(); }
-  int64_t asked() const { return facts.back(); }
+  int64_t which = 0, device = 0, dtype = 0, rows = 0, n = 0;
+  std::array<int64_t, kMostChoices> choices{};
+  std::array<int64_t, kMostNumbers> numbers{};
+  int64_t cost = 0, asked = 0;
 
   Signature() = default;
   Signature(int64_t which, const Tensor& x, int64_t n)
-      : facts{which, x.device().index(), static_cast<int64_t>(x.scalar_type()), x.numel() / n, n} {}
-  bool operator==(const Signature& other) const { return facts == other.facts; }
+      : which(which),
+        device(x.device().index()),
+        dtype(static_cast<int64_t>(x.scalar_type())),
+        rows(x.numel() / n),
+        n(n) {}
+
+  using Facts = std::array<int64_t, 7 + kMostChoices + kMostNumbers>;
+  Facts facts() const {
+    static_assert(sizeof(Facts) == sizeof(Signature));
+    Facts all;
+    std::memcpy(&all, this, sizeof all);
+    return all;
+  }
+  bool operator==(const Signature& other) const { return facts() == other.facts(); }
 };
 
 constexpr int64_t backward_of(int64_t which) { return -1 - which; }
@@ -76,7 +80,7 @@ struct Hash {
   }
   size_t operator()(const Signature& signature) const {
     uint64_t hash = 0xcbf29ce484222325;
-    for (const int64_t fact : signature.facts) hash = mixed(hash, static_cast<uint64_t>(fact));
+    for (const int64_t fact : signature.facts()) hash = mixed(hash, static_cast<uint64_t>(fact));
     return hash ^ hash >> 29;
   }
 };
@@ -197,14 +201,10 @@ inline std::unordered_map<int64_t, pybind11::object>& choices() {
   return *all;
 }
 
-// How a number is given: 0 by value, otherwise by its dtype and whether all rows have the same.
-inline int64_t number_fact(at::ScalarType dtype, bool same) {
-  return static_cast<int64_t>(dtype) << 2 | (same ? 3 : 2);
-}
-
-// A cost of each entry or of each column, by its dtype.
-inline int64_t cost_fact(at::ScalarType dtype, bool of_each) {
-  return static_cast<int64_t>(dtype) << 2 | (of_each ? 3 : 2);
+// How a number is given: 0 by value, otherwise by its dtype and whether all rows have the same; or a cost, by
+// its dtype and whether each entry has one, and not each column.
+inline int64_t given_fact(at::ScalarType dtype, bool flag) {
+  return static_cast<int64_t>(dtype) << 2 | (flag ? 3 : 2);
 }
 
 }  // namespace khot::gpu

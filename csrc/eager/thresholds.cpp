@@ -122,7 +122,7 @@ Tensor entries_of(const Tensor& x, const Problem& problem) {
 // The same in operations that can be differentiated and mapped.
 Tensor masked(const Tensor& x, const Tensor& mask) {
   if (!mask.defined()) return x;
-  return at::where(mask, x, at::full({}, -std::numeric_limits<double>::infinity(), x.options()));
+  return at::where(mask, x, at::full({}, kNever, x.options()));
 }
 
 // The hard mask of contiguous entries.
@@ -365,8 +365,7 @@ struct Levelled {
 };
 
 // (input, level, dim, tau, cdf)
-Levelled levelled(PyObject* const* args, Py_ssize_t count) {
-  TORCH_CHECK_TYPE(count == 5, "khot: soft_count and inverse_soft_count take 5 arguments");
+Levelled levelled(PyObject* const* args) {
   const Tensor* x = rows_of(args[0], args[2], kAny);
   if (x == nullptr) return {};
   const auto level = number(args[1]), tau = number(args[3]);
@@ -484,28 +483,19 @@ PyObject* on_cpu(PyObject* const* args, bool hard) {
 
 }  // namespace
 
-PyObject* soft_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 10, "khot: soft_topk takes 10 arguments");
+KHOT_CALL(soft_topk) {
   if (args[9] == Py_None) {
     if (PyObject* const there = gpu::call(gpu::kSoftTopk, args)) return there;
   }
   return on_cpu(args, false);
-  END_HANDLE_TH_ERRORS
 }
 
 // hard_topk(input, k, dim, tau, cdf, largest, mask, group, log, offsets): the hard mask with the gradient of
 // the soft one
-PyObject* hard_topk(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 10, "khot: hard_topk takes 10 arguments");
-  return on_cpu(args, true);
-  END_HANDLE_TH_ERRORS
-}
+KHOT_CALL(hard_topk) { return on_cpu(args, true); }
 
-PyObject* soft_count(PyObject*, PyObject* const* args, Py_ssize_t given) {
-  HANDLE_TH_ERRORS
-  const Levelled call = levelled(args, given);
+KHOT_CALL(soft_count) {
+  const Levelled call = levelled(args);
   if (call.x == nullptr) Py_RETURN_NONE;
   RECORD_FUNCTION("khot::soft_count", std::vector<c10::IValue>());
   const Tensor& x = *call.x;
@@ -517,19 +507,16 @@ PyObject* soft_count(PyObject*, PyObject* const* args, Py_ssize_t given) {
                       : count(x, call.level, call.tau, call.cdf);
   }
   return THPVariable_Wrap(std::move(result));
-  END_HANDLE_TH_ERRORS
 }
 
-PyObject* inverse_soft_count(PyObject*, PyObject* const* args, Py_ssize_t given) {
-  HANDLE_TH_ERRORS
-  const Levelled call = levelled(args, given);
+KHOT_CALL(inverse_soft_count) {
+  const Levelled call = levelled(args);
   if (call.x == nullptr || !(call.level > 0 && call.level <= call.x->size(-1))) Py_RETURN_NONE;
   Tensor t = solve(*call.x, {{call.cdf.cdf, call.cdf.power, Output::kThreshold, call.x->size(-1), nullptr},
                              {call.level},
                              {call.tau}});
   if (!t.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(t));
-  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace khot

@@ -24,65 +24,39 @@ struct Halves {
   }
 };
 
-// F of a block of floats at a threshold and its rise between two, or f and z. The passes around them exist
-// once for all CDFs. The results have room for one vector more.
-class FloatLevel {
- public:
+// F of a block of floats at a threshold and its rise between two, or f and z. The results have room for one
+// vector more.
+template <class C>
+struct FloatLevel {
   using R = float;
+  const C& F;
 
-  // F has to outlive it.
-  template <class C>
-  explicit FloatLevel(const C& F) : self_(&F), densities_(densities_of<C>) {
-    if constexpr (C::rise_is_product) values_ = values_of<C>, rise_ = rise_of<C>;
-  }
   // Whether the rise is a product. A difference of floats near 1 would lose the digits of a small share.
-  bool has_rise() const { return rise_ != nullptr; }
+  static constexpr bool has_rise = C::rise_is_product;
 
   void values(Threshold t, double tau, const float* x, int count, Halves<float>& y) const {
-    values_(self_, t, tau, x, count, y);
-  }
-  // F at the lower threshold minus F at the upper one, where `share` is 1 - exp(-z) of their distance z.
-  void rise(const Halves<float>& upper, const Halves<float>& lower, float share, int count,
-            float* out) const {
-    rise_(upper, lower, share, count, out);
-  }
-  void densities(Threshold t, double tau, const float* x, int count, float* f, float* z) const {
-    densities_(self_, t, tau, x, count, f, z);
-  }
-
- private:
-  template <class C>
-  static KHOT_PASS void values_of(const void* self, Threshold t, double tau, const float* x, int count,
-                                  Halves<float>& y) {
-    const Level<float, C> at(*static_cast<const C*>(self), t, tau);
+    const Level<float, C> at(F, t, tau);
     vectors<float>(x, count, 0, [&](VecF v, int i, int) {
       VecF rest;
       store(y.below + i, at.value(v, rest)), store(y.rest + i, rest);
     });
   }
-  template <class C>
-  static KHOT_PASS void rise_of(const Halves<float>& upper, const Halves<float>& lower, float share,
-                                int count, float* out) {
+  // F at the lower threshold minus F at the upper one, where `share` is 1 - exp(-z) of their distance z.
+  void rise(const Halves<float>& upper, const Halves<float>& lower, float share, int count,
+            float* out) const {
     vectors<float>(lower.below, count, 0, [&](VecF below, int i, int lanes) {
       const VecF rise =
           C::rise(load(upper.below + i), load(upper.rest + i), below, load(lower.rest + i), share);
       store_beside(out, i, lanes, rise);
     });
   }
-  template <class C>
-  static KHOT_PASS void densities_of(const void* self, Threshold t, double tau, const float* x, int count,
-                                     float* f, float* z) {
-    const Level<float, C> at(*static_cast<const C*>(self), t, tau);
+  void densities(Threshold t, double tau, const float* x, int count, float* f, float* z) const {
+    const Level<float, C> at(F, t, tau);
     vectors<float>(x, count, 0, [&](VecF v, int i, int) {
       VecF here;
       store(f + i, at.density(v, here)), store(z + i, here);
     });
   }
-
-  const void* self_;
-  void (*values_)(const void*, Threshold, double, const float*, int, Halves<float>&) = nullptr;
-  void (*rise_)(const Halves<float>&, const Halves<float>&, float, int, float*) = nullptr;
-  void (*densities_)(const void*, Threshold, double, const float*, int, float*, float*);
 };
 
 // The same of doubles.
@@ -133,8 +107,7 @@ inline ShareBlock share_block(const ShareSpec& spec, int64_t index) {
 inline bool at_an_end(Threshold t) { return std::fabs(t.hi) == kInfinity; }
 
 template <class At, class R = typename At::R>
-KHOT_APART void shares_of(const At& F, const ShareSpec& spec, const ShareRows& rows,
-                          const ShareBlock& block) {
+KHOT_PASS void shares_of(const At& F, const ShareSpec& spec, const ShareRows& rows, const ShareBlock& block) {
   R buffer[kShareBlock], results[kShareBlock];
   Halves<R> values[2], *above = &values[0], *now = &values[1];
   const double tau = rows.tau(block.row);
@@ -163,8 +136,8 @@ KHOT_APART void shares_of(const At& F, const ShareSpec& spec, const ShareRows& r
 
 // dL/dx of the block; dL/dt and dL/dtau as far as its entries go.
 template <class At, class R = typename At::R>
-KHOT_APART void shares_gradients(const At& F, const ShareSpec& spec, const ShareRows& rows,
-                                 const ShareBlock& block, int64_t index) {
+KHOT_PASS void shares_gradients(const At& F, const ShareSpec& spec, const ShareRows& rows,
+                                const ShareBlock& block, int64_t index) {
   constexpr int64_t kTogether = 8;  // thresholds whose gradients are added in R
   constexpr int kRoom = static_cast<int>(kShareBlock) + kWidth<R>;
   R buffer[kShareBlock], f[kRoom], z[kRoom], part[kRoom], grads[2][kShareBlock];
@@ -219,23 +192,23 @@ inline bool shares_in_float(const ShareSpec& spec, const ShareRows& rows, int64_
 }
 
 // The blocks [begin, end) of all rows: the shares, or their gradients.
-inline KHOT_APART void each_share_block(const ShareSpec& spec, const ShareRows& rows, int64_t begin,
-                                        int64_t end, const FloatLevel& narrow, const DoubleLevel& wide,
-                                        bool backward) {
-  const FlushSubnormals flush(rows.x(0).dtype != Dtype::kDouble);
-  for (int64_t i = begin; i < end; ++i) {
-    const ShareBlock block = share_block(spec, i);
-    if ((backward || narrow.has_rise()) && wide.fits_float() && shares_in_float(spec, rows, block.row)) {
-      backward ? shares_gradients(narrow, spec, rows, block, i) : shares_of(narrow, spec, rows, block);
-    } else {
-      backward ? shares_gradients(wide, spec, rows, block, i) : shares_of(wide, spec, rows, block);
-    }
-  }
-}
-
 inline void shares(const ShareSpec& spec, const ShareRows& rows, int64_t begin, int64_t end, bool backward) {
+  const FlushSubnormals flush(rows.x(0).dtype != Dtype::kDouble);
   with_cdf(spec, [&](auto F) {
-    each_share_block(spec, rows, begin, end, FloatLevel(F), DoubleLevel(F), backward);
+    const DoubleLevel wide(F);
+    for (int64_t i = begin; i < end; ++i) {
+      const ShareBlock block = share_block(spec, i);
+      const bool in_float = wide.fits_float() && shares_in_float(spec, rows, block.row);
+      const FloatLevel<decltype(F)> narrow{F};
+      if (backward) {
+        in_float ? shares_gradients(narrow, spec, rows, block, i)
+                 : shares_gradients(wide, spec, rows, block, i);
+      } else if constexpr (narrow.has_rise) {
+        in_float ? shares_of(narrow, spec, rows, block) : shares_of(wide, spec, rows, block);
+      } else {
+        shares_of(wide, spec, rows, block);
+      }
+    }
   });
 }
 

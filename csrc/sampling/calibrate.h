@@ -93,11 +93,7 @@ inline Trials centred(double* z, int64_t n, double k, double* scratch) {
 // Logits to start from and to arrive at: those of the given probabilities, which sum to k up to rounding.
 // Beyond kCertain they are infinite, and behind the row come units that are never selected.
 inline double* goal_of(const Row& goal, int64_t n, double k, double* own, double* scratch) {
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
-    const double* p = fetch(goal, at, count, own + at);
-    if (p != own + at) std::copy(p, p + count, own + at);
-  }
+  convert(goal, 0, n, own);
   std::fill(own + n, own + Trials::padded(n), -kInf<double>);
   centre(own, n, k, scratch);
   for (int64_t i = 0; i < n; ++i) {

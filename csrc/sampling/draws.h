@@ -7,54 +7,41 @@
 
 #include "sampling/few.h"
 #include "sampling/philox.h"
+#include "selection/kth_largest.h"
 #include "simd/math.h"
 #include "simd/passes.h"
 
 namespace khot::KHOT_ISA {
 
-constexpr double kDeviations = 4;  // the k-th key is nearly always within so many standard deviations of 0
-constexpr double kFar = 1000;      // finite keys hardly ever have a larger absolute value
-
-// The keys logit U - theta, padded to whole vectors. A unit whose theta is NaN comes last.
-inline void order_keys(const Row& theta, int64_t n, uint64_t seed, uint64_t row, double* keys) {
+// Numbers that have the order of theta - logit U, with which the largest are selected. A unit whose theta is
+// NaN comes last.
+inline void order_keys(const Row& theta, int64_t n, uint64_t seed, uint64_t row, int64_t* keys) {
   double buffer[kBlock], u[kBlock + kWidth<double>];
   for (int64_t at = 0; at < n; at += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
     const double* p = fetch(theta, at, count, buffer);
     uniform_row(seed, row, at, count, u);
     vectors<double>(p, count, 0.0, [&](VecD x, int i, int) {
-      const VecD v = load<double>(u + i), key = log<double>(v / (1 - v)) - x;
-      store<double>(keys + at + i, key == key ? key : splat(kInf<double>));
+      const VecD v = load<double>(u + i), key = x - log<double>(v / (1 - v));
+      const IntD bits = Ordered<int64_t>::key((IntD)(key == key ? key : splat(-kInf<double>)));
+      std::memcpy(keys + at + i, &bits, sizeof(bits));
     });
   }
 }
 
-// Selects the units of the k smallest keys; of equal keys the first are selected. The sigmoids of theta sum
-// to about k, so that about k keys are below 0, and only the few keys near 0 have to be put in order.
+// Selects the units of the k largest keys; of equal keys the first are selected.
 inline void order_row(const Row& theta, int64_t n, double size, uint64_t seed, uint64_t row, double* scratch,
                       bool* out) {
   const int64_t k = static_cast<int64_t>(size);
   if (k <= 0 || k >= n) return std::fill(out, out + n, k > 0);
-  double *const keys = scratch, *const near = scratch + n + kWidth<double>;
+  int64_t* const keys = reinterpret_cast<int64_t*>(scratch);
   order_keys(theta, n, seed, row, keys);
-  double width =
-      kDeviations / std::sqrt(static_cast<double>(n - k) * (static_cast<double>(k) / static_cast<double>(n)));
-  int64_t below, within;
-  for (;; width = width < kFar ? 4 * width : kInf<double>) {
-    below = within = 0;
-    for (int64_t i = 0; i < n; ++i) below += keys[i] < -width, within += keys[i] <= width;
-    if (below < k && k <= within) break;
-  }
-  double* end = near;
+  const int64_t level = kth_largest(kOrderedDouble, keys, n, k);
+  int64_t ties = k - Ordered<int64_t>::at_least(keys, n, level + 1);
   for (int64_t i = 0; i < n; ++i) {
-    if (std::fabs(keys[i]) <= width) *end++ = keys[i];
-  }
-  std::nth_element(near, near + (k - below - 1), end);
-  const double level = near[k - below - 1];
-  int64_t ties = k;
-  for (int64_t i = 0; i < n; ++i) ties -= out[i] = keys[i] < level;
-  for (int64_t i = 0; ties > 0; ++i) {
-    if (keys[i] == level) out[i] = true, --ties;
+    const bool tie = keys[i] == level && ties > 0;
+    out[i] = tie || keys[i] > level;
+    ties -= tie;
   }
 }
 
@@ -137,11 +124,7 @@ inline void tournament_row(const Row& probs, int64_t n, uint64_t seed, uint64_t 
   double *x = scratch, *u = x + 2 * total + 1;
   uint8_t* first = reinterpret_cast<uint8_t*>(u + total);
   uint8_t *over = first + total, *later = over + total, *now = later + n + 1;
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
-    const double* p = fetch(probs, at, count, x + at);
-    if (p != x + at) std::copy(p, p + count, x + at);
-  }
+  convert(probs, 0, n, x);
   uniform_row(seed, row, 0, total, u);
   int64_t m = n;
   for (int64_t r = 0; r < rounds; m = pairs[r++]) {
@@ -186,11 +169,7 @@ inline void random_tournament_row(const Row& probs, int64_t n, uint64_t order, u
   double* const rest = work + n / 2 + 1;
   uniform_row(order, row, 0, n, keys);
   shuffle(n, keys, sorted, reinterpret_cast<int32_t*>(rest), units);
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
-    const double* x = fetch(probs, at, count, p + at);
-    if (x != p + at) std::copy(x, x + count, p + at);
-  }
+  convert(probs, 0, n, p);
   for (int64_t i = 0; i < n; ++i) keys[i] = p[units[i]];
   bool* const chosen = reinterpret_cast<bool*>(sorted);
   tournament_row({keys, Dtype::kDouble, 1}, n, seed, row, rest, chosen);

@@ -62,15 +62,8 @@ inline void trials_row(const Row& logits, int64_t n, double k, uint64_t seed, ui
   int32_t *const units = reinterpret_cast<int32_t*>(take(n)), *const others =
                                                                   reinterpret_cast<int32_t*>(take(n));
   bool* const hit = reinterpret_cast<bool*>(take(n));
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, n - at));
-    const double* p = fetch(logits, at, count, first + at);
-    if (p != first + at) std::copy(p, p + count, first + at);
-  }
-  {
-    const Trials trials = centred(first, n, k, work);
-    if (!trials.near(k)) return;
-  }
+  convert(logits, 0, n, first);
+  if (!centred(first, n, k, work).near(k)) return;
   in_order(first, n, units);
   for (int64_t i = 0; i < n; ++i) z[i] = first[units[i]];
   Attempts attempts{seed, row, 0, u};

@@ -11,7 +11,7 @@
 #include <cmath>
 #include <vector>
 
-#include "selection/kth_largest.h"
+#include "selection/ordered.h"
 
 namespace khot::KHOT_ISA {
 
@@ -34,20 +34,20 @@ struct Integers<int64_t> {
   using Number = double;
 };
 
-template <class I, bool kKeys>
+template <class I>
 struct Compared {
   using V = typename Integers<I>::V;
-  static V of(V bits, I sign) { return kKeys ? bits : Ordered<I>::key(bits ^ sign); }
+  static V of(V bits, I sign) { return Ordered<I>::key(bits ^ sign); }
   static V bound(I key) { return V{} + key; }
 };
 template <>
-struct Compared<int32_t, false> {
+struct Compared<int32_t> {
   using V = VecF;
   static V of(IntF bits, int32_t sign) { return (V)(bits ^ sign); }
   static V bound(int32_t key) { return (V)(IntF{} + Ordered<int32_t>::bits(key)); }
 };
 template <>
-struct Compared<int64_t, false> {
+struct Compared<int64_t> {
   using V = VecD;
   static V of(IntD bits, int64_t sign) { return (V)(bits ^ sign); }
   static V bound(int64_t key) { return (V)(IntD{} + Ordered<int64_t>::bits(key)); }
@@ -73,24 +73,16 @@ class Groups {
   // Finds k entries: the largest, or the smallest, and of equal ones the first. Returns false for a row with
   // NaN.
   bool find(const I* p, int64_t n, int64_t k) {
-    if (!collect<false>(p, n, k)) return false;
+    if (!collect(p, n, k)) return false;
     reduce(k);
     return true;
   }
 
-  // The same of a row of keys, which may also be those next to the keys of -inf and inf, and whose k largest
-  // are found.
-  void find_keys(const I* keys, int64_t n, int64_t k) {
-    collect<true>(keys, n, k);
-    reduce(k);
-  }
-
   // The same where the k-th largest key is known.
-  template <bool kKeys>
   void find_above(const I* p, int64_t n, int64_t k, I level) {
     size_ = 0;
-    look<kKeys>(p, 0, n, static_cast<I>(level + 1));
-    take_level<kKeys>(p, n, k, level);
+    look(p, 0, n, static_cast<I>(level + 1));
+    take_level(p, n, k, level);
   }
 
   // What was found: keys (of the negatives of the entries, where these are the smallest) and places. Equal
@@ -110,20 +102,16 @@ class Groups {
   static constexpr int64_t kWide = KHOT_VECTOR_BYTES / sizeof(I);
   static constexpr int64_t kAll = 128;  // rows up to this length have no groups
 
-  template <bool kKeys>
-  static typename Compared<I, kKeys>::V load(const I* p, I sign) {
+  static typename Compared<I>::V load(const I* p, I sign) {
     Keys bits;
     std::memcpy(&bits, p, sizeof(bits));
-    return Compared<I, kKeys>::of(bits, sign);
+    return Compared<I>::of(bits, sign);
   }
 
   // Whether a comparison holds in some lane. The lanes of half precision are half as wide as any() reads.
   static bool some(IntF mask) { return any(sizeof(I) == 2 ? mask != 0 : mask); }
 
-  template <bool kKeys>
-  I key(I bits) const {
-    return kKeys ? bits : Ordered<I>::key(static_cast<I>(bits ^ sign_));
-  }
+  I key(I bits) const { return Ordered<I>::key(static_cast<I>(bits ^ sign_)); }
 
   // Space for so many more, and a whole vector behind them.
   void room(int64_t more) {
@@ -134,12 +122,11 @@ class Groups {
   }
 
   // Collects k entries or more, the k largest among them. Returns false for entries with a NaN.
-  template <bool kKeys>
   bool collect(const I* p, int64_t n, int64_t k) {
     size_ = 0;
     if (n <= kAll) {
-      if (!kKeys && has_nan(p, n)) return false;
-      look<kKeys>(p, 0, n, kKeys ? Ordered<I>::kLeast : static_cast<I>(-order_.infinity));
+      if (has_nan(p, n)) return false;
+      look(p, 0, n, static_cast<I>(-order_.infinity));
       return true;
     }
     // groups of 4 to 64 entries, up to 16 of them for each of the k
@@ -150,15 +137,15 @@ class Groups {
       scratch_.maxima.resize((strips + 1) * kWide);
     }
     I* const maxima = scratch_.maxima.data();
-    if (!largest_of_groups<kKeys>(p, strips, deep, maxima)) return false;
-    if (!kKeys && has_nan(p + rest, n - rest)) return false;
+    if (!largest_of_groups(p, strips, deep, maxima)) return false;
+    if (has_nan(p + rest, n - rest)) return false;
     const int64_t few = std::min(n - rest, kWide);
     int64_t groups = strips * kWide;
     // The entries behind the last strip are one group, or where they are needed as many as a vector has
     // lanes.
     for (int64_t c = 0; c < few; ++c) {
-      I most = key<kKeys>(p[rest + c]);
-      for (int64_t i = rest + c + kWide; i < n; i += kWide) most = std::max(most, key<kKeys>(p[i]));
+      I most = key(p[rest + c]);
+      for (int64_t i = rest + c + kWide; i < n; i += kWide) most = std::max(most, key(p[i]));
       maxima[groups++] = most;
     }
     const auto level = level_of(maxima, groups, k, k / 4 + kWide / 2);
@@ -168,10 +155,10 @@ class Groups {
     for (int64_t s = 0; s < strips; ++s) {
       Keys v;
       std::memcpy(&v, maxima + s * kWide, sizeof(v));
-      if (some((IntF)(v >= least))) look<kKeys>(p, s * high, (s + 1) * high, least);
+      if (some((IntF)(v >= least))) look(p, s * high, (s + 1) * high, least);
     }
-    look<kKeys>(p, rest, n, least);
-    if (size_ < k) take_level<kKeys>(p, n, k, level.level);
+    look(p, rest, n, least);
+    if (size_ < k) take_level(p, n, k, level.level);
     return true;
   }
 
@@ -182,27 +169,24 @@ class Groups {
   }
 
   // Group c of a strip has the entries in lane c of so many vectors. Returns false for entries with a NaN.
-  template <bool kKeys>
   KHOT_PASS bool largest_of_groups(const I* p, int64_t strips, int64_t deep, I* maxima) const {
     const I sign = sign_;
     Keys size{};
     for (int64_t s = 0; s < strips; ++s, p += deep * kWide) {
-      auto most = load<kKeys>(p, sign);
+      auto most = load(p, sign);
       for (int64_t d = 0; d < deep; d += 4) {
 #pragma GCC unroll 4
         for (int64_t j = 0; j < 4; ++j) {
-          const auto v = load<kKeys>(p + (d + j) * kWide, sign);
+          const auto v = load(p + (d + j) * kWide, sign);
           most = v > most ? v : most;
-          if constexpr (!kKeys) {
-            Keys here;
-            std::memcpy(&here, p + (d + j) * kWide, sizeof(here));
-            here &= Ordered<I>::kMost;
-            size = here > size ? here : size;
-          }
+          Keys here;
+          std::memcpy(&here, p + (d + j) * kWide, sizeof(here));
+          here &= Ordered<I>::kMost;
+          size = here > size ? here : size;
         }
       }
       Keys found = (Keys)most;
-      if constexpr (!kKeys && sizeof(I) > 2) found = Ordered<I>::key(found);
+      if constexpr (sizeof(I) > 2) found = Ordered<I>::key(found);
       std::memcpy(maxima + s * kWide, &found, sizeof(found));
     }
     I largest = 0;
@@ -256,7 +240,6 @@ class Groups {
   static constexpr int kByNumber = 10;
 
   // Collects the entries [begin, end) that are at least so large.
-  template <bool kKeys>
   KHOT_PASS void look(const I* p, int64_t begin, int64_t end, I least) {
     room(end - begin);
     I* const keys = scratch_.keys.data();
@@ -264,15 +247,15 @@ class Groups {
     const I sign = sign_;
     int64_t size = size_, i = begin;
     const auto one = [&](int64_t at) {
-      const I value = kKeys ? p[at] : Ordered<I>::key(static_cast<I>(p[at] ^ sign));
+      const I value = Ordered<I>::key(static_cast<I>(p[at] ^ sign));
       keys[size] = value, places[size] = static_cast<int32_t>(at);  // without a branch
       size += value >= least;
     };
-    const auto bound = Compared<I, kKeys>::bound(least);
+    const auto bound = Compared<I>::bound(least);
     for (; i + 4 * kWide <= end; i += 4 * kWide) {
       IntF reached[4];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) reached[j] = (IntF)(load<kKeys>(p + i + j * kWide, sign) >= bound);
+      for (int j = 0; j < 4; ++j) reached[j] = (IntF)(load(p + i + j * kWide, sign) >= bound);
       if (!some(reached[0] | reached[1] | reached[2] | reached[3])) continue;
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
@@ -280,7 +263,7 @@ class Groups {
         if constexpr (sizeof(I) == 4) {
           IntF bits;
           std::memcpy(&bits, p + at, sizeof(bits));
-          const IntF value = kKeys ? bits : Ordered<I>::key(bits ^ sign);
+          const IntF value = Ordered<I>::key(bits ^ sign);
           compress(places + size, lanes() + static_cast<int32_t>(at), reached[j]);
           size += compress(keys + size, value, reached[j]);
         } else if (some(reached[j])) {
@@ -299,15 +282,14 @@ class Groups {
   }
 
   // Collects the first entries that have this key, until there are k in all.
-  template <bool kKeys>
   void take_level(const I* p, int64_t n, int64_t k, I level) {
     room(k - size_);
     for (int64_t at = 0; at < n && size_ < k; at += kFewTied) {
       const int64_t end = std::min(at + kFewTied, n);
       I ties = 0;
-      for (int64_t i = at; i < end; ++i) ties += key<kKeys>(p[i]) == level;
+      for (int64_t i = at; i < end; ++i) ties += key(p[i]) == level;
       for (int64_t i = at; ties > 0 && size_ < k; ++i) {
-        if (key<kKeys>(p[i]) != level) continue;
+        if (key(p[i]) != level) continue;
         scratch_.keys[size_] = level, scratch_.places[size_++] = static_cast<int32_t>(i);
         --ties;
       }

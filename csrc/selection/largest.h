@@ -30,7 +30,6 @@ class Largest {
  public:
   // Memory that is used again from row to row: allocating it would take longer than a short row does.
   struct Scratch {
-    std::vector<I> keys;
     std::vector<Place> found;
     typename OrderStatistics<I>::Scratch order;
   };
@@ -51,12 +50,9 @@ class Largest {
       for (int64_t j = 0; j < k; ++j) values[j] = p[0], indices[j] = j;
       return;
     }
-    if (!find(p, n, k)) find_beside_nan(p, n, k);
-    if (sorted_)
-      sort(k, indices);
-    else
-      for (int64_t j = 0; j < k; ++j) indices[j] = groups_.place(j);
-    for (int64_t j = 0; j < k; ++j) values[j] = p[indices[j]];
+    Place* const found = find(p, n, k) ? places(k) : places_beside_nan(p, n, k);
+    if (sorted_) std::sort(found, found + k, std::greater<>());
+    for (int64_t j = 0; j < k; ++j) indices[j] = index(found[j]), values[j] = p[indices[j]];
   }
 
  private:
@@ -65,33 +61,32 @@ class Largest {
     if (Groups<I>::suits(n, k)) return groups_.find(p, n, k);
     I level;
     if (!search_.kth_entry(p, n, largest_ ? k : n + 1 - k, level)) return false;
-    groups_.template find_above<false>(p, n, k, largest_ ? level : static_cast<I>(-level));
+    groups_.find_above(p, n, k, largest_ ? level : static_cast<I>(-level));
     return true;
   }
 
-  // The same in keys, in which NaN is above inf.
-  void find_beside_nan(const I* p, int64_t n, int64_t k) {
-    if (scratch_.keys.size() < static_cast<size_t>(n)) scratch_.keys.resize(static_cast<size_t>(n));
-    I* const keys = scratch_.keys.data();
-    for (int64_t i = 0; i < n; ++i) {
-      const I size = p[i] & Ordered<I>::kMost,
-              key = size > order_.infinity ? static_cast<I>(order_.infinity + 1) : Ordered<I>::key(p[i]);
-      keys[i] = largest_ ? key : static_cast<I>(-key);
-    }
-    if (Groups<I>::suits(n, k)) {
-      groups_.find_keys(keys, n, k);
-    } else {
-      groups_.template find_above<true>(keys, n, k, search_.kth_key(keys, n, k));
-    }
+  Place* room(int64_t size) {
+    if (scratch_.found.size() < static_cast<size_t>(size)) scratch_.found.resize(static_cast<size_t>(size));
+    return scratch_.found.data();
   }
 
-  // Writes the places of what was found, the largest key first.
-  void sort(int64_t k, int64_t* indices) {
-    if (scratch_.found.size() < static_cast<size_t>(k)) scratch_.found.resize(static_cast<size_t>(k));
-    Place* const found = scratch_.found.data();
+  // The places of what was found.
+  Place* places(int64_t k) {
+    Place* const found = room(k);
     for (int64_t j = 0; j < k; ++j) found[j] = place(groups_.keys()[j], groups_.place(j));
-    std::sort(found, found + k, std::greater<>());
-    for (int64_t j = 0; j < k; ++j) indices[j] = index(found[j]);
+    return found;
+  }
+
+  // Those of a row in which NaN is above inf.
+  Place* places_beside_nan(const I* p, int64_t n, int64_t k) {
+    Place* const found = room(n);
+    for (int64_t i = 0; i < n; ++i) {
+      const bool nan = (p[i] & Ordered<I>::kMost) > order_.infinity;
+      const I key = nan ? static_cast<I>(order_.infinity + 1) : Ordered<I>::key(p[i]);
+      found[i] = place(largest_ ? key : static_cast<I>(-key), i);
+    }
+    std::nth_element(found, found + k - 1, found + n, std::greater<>());
+    return found;
   }
 
   static Place place(I key, int64_t i) {

@@ -16,13 +16,15 @@ namespace khot::KHOT_ISA {
 
 // w^e for e = q - 1 = 1/(p - 1), with closed forms where e is an integer.
 struct Exponent {
-  double p, e;
-  int whole;  // e where that is an integer, as for p = 2 and 4/3, otherwise 0
-  explicit Exponent(double p) : p(p), e(1 / (p - 1)), whole(Power(p).whole) {}
+  double p, e, tau;
+  int whole;         // e where that is an integer, as for p = 2 and 4/3, otherwise 0
+  double half, own;  // 1/sqrt(tau), since 1/tau may overflow; and 1/(1 + tau)
+  Exponent(double p, double tau)
+      : p(p), e(1 / (p - 1)), tau(tau), whole(Power(p).whole), half(1 / std::sqrt(tau)), own(1 / (1 + tau)) {}
 
   static KHOT_INLINE VecD pow(VecD w, double by) { return exp<double>(by * log<double>(w)); }
 
-  KHOT_INLINE VecD over_tau(VecD v, double tau) const { return v / tau; }
+  KHOT_INLINE VecD over_tau(VecD v) const { return v * half * half; }
 
   KHOT_INLINE VecD lower(VecD w) const {  // w^(e-1)
     if (whole == 0) return pow(w, e - 1);
@@ -34,10 +36,10 @@ struct Exponent {
   KHOT_INLINE VecD root(VecD y) const { return whole == 1 ? y : pow(y, p - 1); }
 
   // The solution v of v + tau v^(p-1) = s, and drop = s - v.
-  VecD alone(VecD s, double tau, VecD& drop) const {
+  VecD alone(VecD s, VecD& drop) const {
     if (whole == 1) {
       drop = s * (tau / (1 + tau));
-      return s / (1 + tau);
+      return s * own;
     }
     const VecD c = clamp_above<double>(tau * pow(s < 0 ? VecD{} : s, p - 2), 1e150);
     VecD b = (1 + 0.25 * c) / (1 + c * (0.25 + 1 / e + 0.25 * c));  // exact in the limits c = 0 and c = inf
@@ -53,28 +55,13 @@ struct Exponent {
   }
 };
 
-// The same for p = 2, where e = 1, without divisions.
-struct Linear {
-  double inverse_tau, factor;
-  explicit Linear(double tau) : inverse_tau(1 / tau), factor(1 / (1 + tau)) {}
-  // Whether 1/tau neither overflows nor loses digits.
-  static bool serves(const Magnitude& m) {
-    return Exponent(m.p).whole == 1 && m.tau > 1e-300 && m.tau < 1e300;
-  }
-
-  KHOT_INLINE VecD over_tau(VecD v, double /*tau*/) const { return v * inverse_tau; }
-  KHOT_INLINE VecD raise(VecD w) const { return w; }
-  KHOT_INLINE VecD alone(VecD s, double /*tau*/, VecD& /*drop*/) const { return s * factor; }
-};
-
 // Which entries are above the pooled block (alone) and which are inside it, and what pooled entries are.
 struct Block {
   VecD w, y;
   IntD alone, inside;
-  template <class Power>
-  KHOT_INLINE Block(VecD s, const Magnitude& m, const Power& power) {
+  KHOT_INLINE Block(VecD s, const Magnitude& m, const Exponent& power) {
     const VecD offset = (s - m.gamma.hi) - m.gamma.lo;
-    w = power.over_tau(offset < 0 ? VecD{} : offset, m.tau);
+    w = power.over_tau(offset < 0 ? VecD{} : offset);
     y = power.raise(w);
     alone = (y >= m.gamma.hi + m.gamma.lo) & (s >= 0);
     inside = (y > 0) & ~alone;
@@ -87,11 +74,6 @@ KHOT_INLINE int64_t count(IntD mask) {
   return total;
 }
 
-struct BlockSums {
-  double alone = 0, total = 0, slope = 0;
-  void operator+=(const BlockSums& o) { alone += o.alone, total += o.total, slope += o.slope; }
-};
-
 // Searches gamma between anchor + low and anchor + high: (k - #alone) gamma is the sum of Y over the block.
 // The anchor is the k-th entry where gamma is near it, so that s - gamma keeps its digits, and otherwise 0,
 // so that gamma keeps its own.
@@ -102,8 +84,9 @@ inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, con
   double offset = between.middle();
   for (int step = 0; step < 60; ++step) {
     m.gamma = {anchor, offset};
-    const BlockSums sums =
-        reduce<double, BlockSums>(s, n, nullptr, [=](BlockSums& sums, const double* p, int count, int64_t) {
+    using Sums = MagnitudeTotals;
+    const Sums sums =
+        reduce<double, Sums>(s, n, nullptr, [=](Sums& sums, const double* p, int count, int64_t) {
           IntD alone{};
           VecD total{}, slope{};
           vectors<double>(p, count, -kInfinity, [&](VecD v, int, int) {
@@ -113,10 +96,10 @@ inline Threshold solve_block(const Row& s, int64_t n, double k, Magnitude m, con
             slope += block.inside ? power.lower(block.w) : VecD{};
           });
           sums.alone += static_cast<double>(khot::KHOT_ISA::count(alone));
-          sums.total += sum<double>(total), sums.slope += sum<double>(slope);
+          sums.value += sum<double>(total), sums.slope += sum<double>(slope);
         });
     const double left = k - sums.alone, slope = power.e * sums.slope / m.tau,
-                 target = sums.total - left * anchor, miss = target - left * offset;
+                 target = sums.value - left * anchor, miss = target - left * offset;
     between.add(offset, miss);
     double trial = target / (left + slope) + slope / (left + slope) * offset;  // Newton's step
     const double digits = 1e-15 * (anchor == 0 ? std::min(std::max(between.low, trial), between.high) : drop);
@@ -147,7 +130,7 @@ Threshold pooled(const Order& order, const Row& s, int64_t n, Magnitude m, const
   order.neighbours(s, y, n, static_cast<int64_t>(m.k), last, next);
   const double in = order.value(last), out = m.k == selectable ? 0 : order.value(next), gap = in - out;
   VecD drops;
-  const double alone = power.alone(splat(in), m.tau, drops)[0], drop = drops[0];
+  const double alone = power.alone(splat(in), drops)[0], drop = drops[0];
   if (!(gap < drop)) return {alone == kInfinity ? out + 1 : 0.5 * alone + 0.5 * out, 0};
 
   // Entries below the least possible gamma are in no block, and entries that are alone for the largest
@@ -161,17 +144,8 @@ Threshold pooled(const Order& order, const Row& s, int64_t n, Magnitude m, const
                      near ? -drop * kSlack : alone / kSlack, near ? -gap : out);
 }
 
-// What the rows of a problem are made of: entries s >= 0, or x with s = |x| and a sign.
-struct Signs {
-  IntD mask;
-  explicit Signs(const Magnitude& m) : mask(IntD{} + (m.is_signed ? ~Lanes<double>::kAbs : int64_t{0})) {}
-  KHOT_INLINE VecD of(VecD x) const { return (VecD)((IntD)x & mask); }
-  KHOT_INLINE VecD without(VecD x) const { return (VecD)((IntD)x & ~mask); }
-  KHOT_INLINE VecD times(VecD v, VecD sign) const { return (VecD)((IntD)v ^ (IntD)sign); }
-};
-
 inline void careful_magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
-  const Exponent power(m.p);
+  const Exponent power(m.p, m.tau);
   bool constant = false;
   with_order(s.dtype, y, [&](auto order, auto* p) {
     if (m.is_signed) order.keep = order.kMost;
@@ -180,18 +154,15 @@ inline void careful_magnitude(const Row& s, int64_t n, Magnitude& m, void* y) {
     if (constant) std::fill(p, p + n, std::isnan(m.gamma.hi) ? order.nan : 0);
   });
   if (constant) return;
-  const Signs signs(m);
+  const Signs<double> signs(m.is_signed);
   const Magnitude problem = m;
-  const auto write = [&](const auto& power) {
-    map<double>(s, n, nullptr, y, s.dtype, [=](VecD x, int64_t, int) {
-      const VecD v = signs.without(x);
-      const Block block(v, problem, power);
-      VecD drop, value = block.y;
-      if (count(block.alone) > 0) value = block.alone ? power.alone(v, problem.tau, drop) : value;
-      return signs.times(value, signs.of(x));
-    });
-  };
-  Linear::serves(m) ? write(Linear(m.tau)) : write(power);
+  map<double>(s, n, nullptr, y, s.dtype, [=](VecD x, int64_t, int) {
+    const VecD v = signs.without(x);
+    const Block block(v, problem, power);
+    VecD drop, value = block.y;
+    if (count(block.alone) > 0) value = block.alone ? power.alone(v, drop) : value;
+    return signs.apply(value, x);
+  });
 }
 
 // The rows [begin, end): short ones in groups, as many as a vector has lanes, and the others one by one.
@@ -219,7 +190,7 @@ inline void magnitude(const MagnitudeSpec& spec, const ForwardRows& rows, int64_
     };
     each_row(spec.n <= kShortRow, begin, end, several, one);
   };
-  const int e = Exponent(spec.p).whole;
+  const int e = Power(spec.p).whole;
   if (begin == end) return;
   const bool in_float = spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble;
   if (in_float && e == 1) return ordinary(std::integral_constant<int, 1>());
@@ -231,82 +202,70 @@ inline void magnitude(const MagnitudeSpec& spec, const ForwardRows& rows, int64_
 struct Rates {
   VecD own{}, fall{}, rate{}, w;
   IntD alone;
-  template <class Power>
-  KHOT_INLINE Rates(VecD s, VecD y, const Magnitude& m, const Power& power) {
+  KHOT_INLINE Rates(VecD s, VecD y, const Magnitude& m, const Exponent& power) {
     const Block block(s, m, power);
     const IntD free = block.alone & (s < kInfinity);
     alone = block.alone;
     w = block.inside | (block.w != block.w) ? block.w : VecD{};
-    if constexpr (std::is_same_v<Power, Linear>) {
-      own = free ? splat(power.factor) : VecD{};
-      fall = free ? y * power.factor : VecD{};
-      rate = block.inside ? splat(power.inverse_tau) : VecD{};
-    } else {
-      const VecD nothing = y != y ? y : VecD{};
-      own = fall = nothing;
-      // where y is 0, also since its dtype has no smaller one, tau (p-1) y^(p-2) is infinite for p < 2
-      const IntD positive = y > 0, moves = free & (positive | (m.p < 2 ? IntD{} : IntD{} - 1));
-      if (count(moves) > 0) {
-        const VecD value = moves & positive ? y : splat(1.0), root = power.root(value);
-        const VecD slope =
-            positive | (m.p > 2 ? IntD{} : IntD{} - 1) ? m.tau * (m.p - 1) * (root / value) : VecD{};
-        own = moves ? 1 / (1 + slope) : nothing;
-        fall = moves & (s > 0) ? own * root : own * 0;
-      }
-      rate = block.inside ? power.e / m.tau * power.lower(block.w) : nothing;
+    const VecD nothing = y != y ? y : VecD{};
+    own = fall = nothing;
+    // where y is 0, also since its dtype has no smaller one, tau (p-1) y^(p-2) is infinite for p < 2
+    const IntD positive = y > 0, moves = free & (positive | (m.p < 2 ? IntD{} : IntD{} - 1));
+    if (power.whole == 1) {  // without divisions
+      own = free ? splat(power.own) : nothing;
+      fall = free ? y * power.own : nothing;
+    } else if (count(moves) > 0) {
+      const VecD value = moves & positive ? y : splat(1.0), root = power.root(value);
+      const VecD slope =
+          positive | (m.p > 2 ? IntD{} : IntD{} - 1) ? m.tau * (m.p - 1) * (root / value) : VecD{};
+      own = moves ? 1 / (1 + slope) : nothing;
+      fall = moves & (s > 0) ? own * root : own * 0;
     }
-  }
-};
-
-struct RateSums {
-  double alone = 0, mass = 0, moment = 0, shift = 0, tau = 0;
-  void operator+=(const RateSums& o) {
-    alone += o.alone, mass += o.mass, moment += o.moment, shift += o.shift, tau += o.tau;
+    rate = block.inside ? power.e / m.tau * power.lower(block.w) : nothing;
   }
 };
 
 // One row, in double. Writes dL/ds and returns dL/dtau.
-template <class Power>
-double careful_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
-                        const Magnitude& m, const Power& power, void* grad_s) {
-  constexpr bool again = !std::is_same_v<Power, Linear>;  // whether the second pass needs y, too
-  const Signs signs(m);
+inline double careful_backward(const Row& grad, double grad_lo, const Row& s, const Row& y, int64_t n,
+                               const Magnitude& m, void* grad_s) {
+  const Exponent power(m.p, m.tau);
+  const Signs<double> signs(m.is_signed);
   // The lanes beyond the end are NaN, and stand for entries that may not be selected.
   auto size_of = [=](VecD x) { return x != x ? splat(-kInfinity) : signs.without(x); };
   auto rates = [=](VecD x, VecD y) { return Rates(size_of(x), signs.without(y), m, power); };
-  const RateSums sums =
-      reduce<double, RateSums>(s, n, nullptr, [=](RateSums& sums, const double* p, int count, int64_t begin) {
+  using Sums = MagnitudeSums<double>;  // of rates
+  const Sums sums =
+      reduce<double, Sums>(s, n, nullptr, [=](Sums& sums, const double* p, int count, int64_t begin) {
         double y_buffer[kBlock], v_buffer[kBlock];
         const double *ys = fetch(y, begin, count, y_buffer), *vs = fetch(grad, begin, count, v_buffer);
-        VecD alone{}, mass{}, moment{}, shift{}, tau{};
+        VecD alone{}, lower{}, whole{}, lower_v{}, fall_v{};
         vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
           const Rates r = rates(x, beside(ys, i, lanes));
-          const VecD v = signs.times(beside(vs, i, lanes), signs.of(x));
+          const VecD v = signs.apply(beside(vs, i, lanes), x);
           alone += r.alone ? splat(1.0) : VecD{};
-          mass += r.rate;
-          moment += r.rate * r.w;
-          shift -= r.rate * v;
-          tau -= v * (r.fall + r.rate * r.w);
+          lower += r.rate;
+          whole += r.rate * r.w;
+          lower_v += r.rate * v;
+          fall_v += v * (r.fall + r.rate * r.w);
         });
-        sums.alone += sum<double>(alone), sums.mass += sum<double>(mass), sums.moment += sum<double>(moment);
-        sums.shift += sum<double>(shift), sums.tau += sum<double>(tau);
+        sums += {sum<double>(alone), sum<double>(lower), sum<double>(whole), sum<double>(lower_v), 0,
+                 sum<double>(fall_v)};
       });
   // What gamma, which all pooled entries share, adds to the gradient of each.
-  const double shift = sums.mass != 0 ? (grad_lo + sums.shift) / (m.k - sums.alone + sums.mass) : 0;
+  const double shift = sums.shift(m.k, 1, grad_lo);
   double s_buffer[kBlock], y_buffer[kBlock], v_buffer[kBlock], results[kBlock + kWidth<double>];
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, n - begin));
     const double* p = fetch(s, begin, count, s_buffer);
-    const double *ys = again ? fetch(y, begin, count, y_buffer) : p,
-                 *vs = fetch(grad, begin, count, v_buffer);
+    const double *ys = fetch(y, begin, count, y_buffer), *vs = fetch(grad, begin, count, v_buffer);
     vectors<double>(p, count, kNan, [&](VecD x, int i, int lanes) {
       const Rates r = rates(x, beside(ys, i, lanes));
-      const VecD sign = signs.of(x), v = signs.times(beside(vs, i, lanes), sign);
-      store(results + i, signs.times(r.own * v + r.rate * (v + shift), sign));
+      const VecD v = signs.apply(beside(vs, i, lanes), x);
+      store(results + i, signs.apply(r.own * v + r.rate * (v + shift), x));
     });
     put(grad_s, s.dtype, begin, count, results);
   }
-  return sums.tau - shift * sums.moment;
+  return sums.grad_tau(1, shift);
 }
 
 // The rows [begin, end), in groups where they are short, as above.
@@ -322,10 +281,7 @@ inline void magnitude_backward(const MagnitudeSpec& spec, const MagnitudeBackwar
         return rows.put(i, 0, row.run(grad, rows.grad_lo(i), s, y, spec.n, rows.grad_x(i)));
       }
     }
-    const auto careful = [&](const auto& power) {
-      rows.put(i, 0, careful_backward(grad, rows.grad_lo(i), s, y, spec.n, m, power, rows.grad_x(i)));
-    };
-    Linear::serves(m) && !std::isnan(m.gamma.hi) ? careful(Linear(m.tau)) : careful(Exponent(m.p));
+    rows.put(i, 0, careful_backward(grad, rows.grad_lo(i), s, y, spec.n, m, rows.grad_x(i)));
   };
   const auto all = [&](auto exponent) {
     constexpr int e = decltype(exponent)::value;
@@ -337,7 +293,7 @@ inline void magnitude_backward(const MagnitudeSpec& spec, const MagnitudeBackwar
     }
     for (int64_t i = begin; i < end; ++i) alone(i);
   };
-  const int e = Exponent(spec.p).whole;
+  const int e = Power(spec.p).whole;
   const bool in_float = begin < end && spec.n > 0 && rows.x(begin).dtype != Dtype::kDouble;
   if (in_float && e == 1) return all(std::integral_constant<int, 1>());
   if (in_float && e == 3) return all(std::integral_constant<int, 3>());

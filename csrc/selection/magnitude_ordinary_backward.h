@@ -121,7 +121,7 @@ class MagnitudeSlopes {
   }
 
   Pooled<e> now_;
-  FloatSigns signs_;
+  Signs<float> signs_;
   Doubles own_rate_;
 };
 

@@ -18,13 +18,12 @@ struct MagnitudeTotals {
   }
 };
 
-// What a pass finds: add(s) takes a vector of magnitudes, and fresh() is the pass before it has seen any.
-// lanes() is the result for rows side by side. For one row, put() adds what was found in a block to the
-// totals, and of() is their result, the same in all lanes.
+// What a pass finds: add(s) takes a vector of magnitudes. lanes() is the result for rows side by side. For
+// one row, put() adds what was found in a block to the totals, and of() is their result, the same in all
+// lanes.
 struct SquaresPass {
   using Totals = MagnitudeTotals;
   VecF squares{};
-  KHOT_INLINE SquaresPass fresh() const { return {}; }
   KHOT_INLINE void add(VecF s) {
     const VecF selectable = clamp_below<float>(s, 0);
     squares += selectable * selectable;
@@ -43,7 +42,6 @@ struct RampPass {
   using Totals = MagnitudeTotals;
   VecF gamma, inverse_width;
   RampSums sums{};
-  KHOT_INLINE RampPass fresh() const { return {gamma, inverse_width}; }
   KHOT_INLINE void add(VecF s) {
     const VecF q = (s - gamma) * inverse_width, one = splat(1.0f), none{};
     const IntF alone = q >= 1, inside = (q > 0) & (q < 1);
@@ -78,7 +76,6 @@ struct ClosePass {
   Pooled<e> now;
   IntF alone{}, inside{};
   Doubles value{}, slope{};
-  KHOT_INLINE ClosePass fresh() const { return {now}; }
   KHOT_INLINE void add(VecF s) {
     const Doubles wide = widen(count(s) ? VecF{} : s);
     const Doubles q = now.above(wide) * now.inverse_width;
@@ -118,7 +115,6 @@ struct GapPass {
     void operator+=(const Totals& o) { in = std::min(in, o.in), out = std::max(out, o.out); }
   };
   VecF edge, in = splat(kInf<float>), out{};
-  KHOT_INLINE GapPass fresh() const { return {edge}; }
   KHOT_INLINE void add(VecF s) {
     const IntF above = s >= edge;
     in = above & (s < in) ? s : in;
@@ -151,7 +147,7 @@ class MagnitudeTile {
  private:
   float *x_, *y_;
   int n_;
-  FloatSigns signs_;
+  Signs<float> signs_;
 };
 
 class MagnitudeRow {
@@ -162,10 +158,10 @@ class MagnitudeRow {
   template <class Pass>
   auto run(const Pass& pass) const {
     using Totals = typename Pass::Totals;
-    const FloatSigns signs = signs_;
+    const Signs<float> signs = signs_;
     return Pass::of(
         reduce<float, Totals>(x_, n_, inside_, [=, &pass](Totals& t, const float* p, int count, int64_t) {
-          Pass local = pass.fresh();  // a local copy stays in registers
+          Pass local = pass;  // a local copy stays in registers
           vectors<float>(p, count, 0.0f, [&](VecF x, int, int) { local.add(signs.without(x)); });
           local.put(t);
         }));
@@ -174,10 +170,10 @@ class MagnitudeRow {
   CloseSums write(const ClosePass<e>& pass) const {
     using Totals = MagnitudeTotals;
     const bool own = x_.dtype == Dtype::kFloat;
-    const FloatSigns signs = signs_;
+    const Signs<float> signs = signs_;
     return ClosePass<e>::of(
         reduce<float, Totals>(x_, n_, inside_, [=, &pass](Totals& t, const float* p, int count, int64_t at) {
-          ClosePass<e> local = pass.fresh();
+          ClosePass<e> local = pass;
           float results[kBlock];
           float* const target = own ? static_cast<float*>(y_) + at : results;
           IntF bad{};
@@ -196,7 +192,7 @@ class MagnitudeRow {
   Row x_;
   void* y_;
   int64_t n_;
-  FloatSigns signs_;
+  Signs<float> signs_;
   const Parallel* inside_;
 };
 

@@ -6,15 +6,16 @@
 #include <cmath>
 
 #include "selection/groups.h"
+#include "selection/kth_largest.h"
 #include "selection/rank_lanes.h"
 #include "simd/tile.h"
 
 namespace khot::KHOT_ISA {
 
-// Writes 1 for the entries [begin, end) whose key reaches the level, and 0 for the others.
+// Replaces the keys [begin, end) by 1 where they reach the level, and by 0 elsewhere.
 template <class I>
-void mark(const I* p, int64_t begin, int64_t end, I level, I one, I* out) {
-  for (int64_t i = begin; i < end; ++i) out[i] = -static_cast<I>(Ordered<I>::key(p[i]) >= level) & one;
+void mark(I* keys, int64_t begin, int64_t end, I level, I one) {
+  for (int64_t i = begin; i < end; ++i) keys[i] = -static_cast<I>(keys[i] >= level) & one;
 }
 
 // The mask of a row whose k-th largest entry is finite, for k that is small beside n. Returns false for every
@@ -48,28 +49,19 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
   }
   const int64_t count = static_cast<int64_t>(rounded);
   if (count == 0) return std::fill(out, out + n, I(0));
-  const auto cut = order.kth_largest(x, n, count, out);
-  const I* p = order.whole(x, n, out);
-  if (cut.reached == count) return mark(p, 0, n, cut.level, order.one, out);
+  const I level = kth_largest(order, out, n, count);
   // Of the entries at the level, only the first are selected: those before `end`.
-  const auto sum = [&](int64_t from, int64_t to, auto counts_here) {
-    I total = 0;
-    for (int64_t i = from; i < to; ++i) total += counts_here(order.key(p[i]));
-    return static_cast<int64_t>(total);
-  };
-  int64_t left = count, end = 0;
-  for (int64_t at = 0; at < n; at += kBlock) {
-    left -= sum(at, std::min<int64_t>(at + kBlock, n), [&](I key) { return key > cut.level; });
-  }
+  int64_t left = count - Ordered<I>::at_least(out, n, level + 1), end = 0;
   for (;;) {
     const int64_t next = std::min<int64_t>(end + kBlock, n);
-    const int64_t ties = sum(end, next, [&](I key) { return key == cut.level; });
+    I ties = 0;
+    for (int64_t i = end; i < next; ++i) ties += out[i] == level;
     if (ties >= left) break;
     left -= ties, end = next;
   }
-  while (left > 0) left -= order.key(p[end++]) == cut.level;
-  mark(p, 0, end, cut.level, order.one, out);
-  mark(p, end, n, static_cast<I>(cut.level + 1), order.one, out);
+  while (left > 0) left -= out[end++] == level;
+  mark(out, 0, end, level, order.one);
+  mark(out, end, n, static_cast<I>(level + 1), order.one);
 }
 
 // Rows of up to kShortRow entries, as many as a vector of floats has lanes.

@@ -1,30 +1,20 @@
 // The entries under a mask, and a number in the place of the others.
 #pragma once
 
-#include <cstring>
-
+#include "kernels.h"
 #include "simd/vec.h"
 
 namespace khot::KHOT_ISA {
-
-typedef signed char Bytes __attribute__((vector_size(KHOT_VECTOR_BYTES / 4)));  // one for each lane of floats
 
 template <class I>
 KHOT_PASS void keep(const void* from, const bool* mask, int64_t count, I fill, void* to) {
   const I* const x = static_cast<const I*>(from);
   I* const out = static_cast<I*>(to);
-  int64_t i = 0;
-  if constexpr (sizeof(I) == 4) {
-    for (; i + kWidth<float> <= count; i += kWidth<float>) {
-      Bytes flags;
-      IntF v;
-      std::memcpy(&flags, mask + i, sizeof flags);
-      std::memcpy(&v, x + i, sizeof v);
-      v = __builtin_convertvector(flags, IntF) != 0 ? v : IntF{} + fill;
-      std::memcpy(out + i, &v, sizeof v);
-    }
+  const uint8_t* const flags = reinterpret_cast<const uint8_t*>(mask);  // the loop is vectorised with these
+  for (int64_t i = 0; i < count; ++i) {
+    const I kept = static_cast<I>(-(flags[i] != 0));
+    out[i] = (x[i] & kept) | (fill & ~kept);
   }
-  for (; i < count; ++i) out[i] = mask[i] ? x[i] : fill;
 }
 
 // `fill` is 0 or infinite.

@@ -84,7 +84,7 @@ class OrderStatistics {
   };
 
   static constexpr int64_t kShort = 1 << 13;   // rows up to this length are not sampled
-  static constexpr int64_t kFew = 16;          // so many keys are compared each with each
+  static constexpr int64_t kFew = 16;          // so few keys are sorted
   static constexpr int64_t kSample = 1 << 14;  // the largest sample, of which 3 % are inside a range
   static constexpr int64_t kThin = 1 << 7;     // one entry of so many is in the sample
 
@@ -167,9 +167,13 @@ class OrderStatistics {
       const int64_t inside = reached - above;
       if (inside <= kFew || inside <= n / 4) {
         I* const part = room(scratch_.part, inside + kSlots);
-        n = collect(keys, static_cast<int64_t>(n), low - 1, high + 1, part);
+        n = Ordered<I>::gather(keys, n, low, high + 1, part);
         keys = part, dropped = above;
-        if (n <= kFew) return kth_of_few(part, n, k - dropped);
+        if (n <= kFew) {
+          I* const found = part + (k - dropped - 1);
+          std::nth_element(part, found, part + n, std::greater<>());
+          return *found;
+        }
       }
       I level = static_cast<I>((low & high) + ((low ^ high) >> 1));
       if (guess) {
@@ -188,19 +192,6 @@ class OrderStatistics {
       }
     }
     return low;
-  }
-
-  // The same for at most kFew keys, with space for kFew.
-  static I kth_of_few(I* keys, int64_t n, int64_t k) {
-    std::fill(keys + n, keys + kFew, Ordered<I>::kLeast);
-    for (int64_t j = 0;; ++j) {
-      I above = 0, equal = 0;
-      for (int64_t i = 0; i < kFew; ++i) {
-        above += keys[i] > keys[j];
-        equal += keys[i] == keys[j];
-      }
-      if (j == n - 1 || (above < k && k <= above + equal)) return keys[j];
-    }
   }
 
   struct Counts {
@@ -286,30 +277,13 @@ class OrderStatistics {
       if (between.size() < static_cast<size_t>(size + kBlock + kSlots)) {
         between.resize(std::max<size_t>({2 * between.size(), between.capacity(), kBlock + kSlots}));
       }
-      size += collect(block, count, bottom, top, between.data() + size);
+      size += Ordered<I>::gather(block, count, bottom + 1, top, between.data() + size);
     }
     if (bottom == top) range.at_bottom = 0;
     between.resize(size);
     return true;
   }
 
-  // Copies the keys strictly between two others to out, and returns their number.
-  static int64_t collect(const I* block, int64_t count, I bottom, I top, I* out) {
-    int64_t size = 0, i = 0;
-    if constexpr (sizeof(I) == 4) {
-      for (; i + kWidth<float> <= count; i += kWidth<float>) {
-        IntF v;
-        std::memcpy(&v, block + i, sizeof(v));
-        size += compress(out + size, v, (v > bottom) & (v < top));
-      }
-    }
-    for (; i < count; ++i) {
-      const I value = block[i];
-      out[size] = value;
-      size += (value > bottom) & (value < top);
-    }
-    return size;
-  }
   static constexpr int64_t kSlots = 16;  // a whole vector is written at the end
 
   // Writes the wanted entries after a pass. Where the sample was wrong, another pass collects all that is on

@@ -171,11 +171,12 @@ struct Pooled {
 };
 
 // The magnitudes s of a vector of the row's entries, and what gives y their signs.
-struct FloatSigns {
-  IntF mask;
-  explicit FloatSigns(bool is_signed) : mask(IntF{} + (is_signed ? ~Lanes<float>::kAbs : 0)) {}
-  KHOT_INLINE VecF without(VecF x) const { return (VecF)((IntF)x & ~mask); }
-  KHOT_INLINE VecF apply(VecF v, VecF x) const { return (VecF)((IntF)v ^ ((IntF)x & mask)); }
+template <class R>
+struct Signs {
+  Int<R> mask;
+  explicit Signs(bool is_signed) : mask(Int<R>{} + (is_signed ? ~Lanes<R>::kAbs : 0)) {}
+  KHOT_INLINE Vec<R> without(Vec<R> x) const { return (Vec<R>)((Int<R>)x & ~mask); }
+  KHOT_INLINE Vec<R> apply(Vec<R> v, Vec<R> x) const { return (Vec<R>)((Int<R>)v ^ ((Int<R>)x & mask)); }
 };
 
 }  // namespace khot::KHOT_ISA

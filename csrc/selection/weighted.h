@@ -8,7 +8,7 @@
 #include <cmath>
 #include <vector>
 
-#include "selection/kth_largest.h"
+#include "selection/ordered.h"
 
 namespace khot::KHOT_ISA {
 

@@ -10,9 +10,7 @@ namespace khot {
 #if defined(__x86_64__)
 namespace {
 
-enum class Isa { kBaseline, kAvx2, kAvx512 };
-
-Isa choose() {
+const Kernels& choose() {
   const char* wanted = std::getenv("KHOT_KERNELS");
   const std::string most = wanted == nullptr ? "" : wanted;
   __builtin_cpu_init();
@@ -20,32 +18,19 @@ Isa choose() {
                     __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  if (avx2 && avx512 && most != "avx2" && most != "baseline") return Isa::kAvx512;
-  if (avx2 && most != "baseline") return Isa::kAvx2;
-  return Isa::kBaseline;
-}
-
-template <class Table>
-const Table& chosen(const Table& (*avx512)(), const Table& (*avx2)(), const Table& (*baseline)()) {
-  static const Isa isa = choose();
-  return isa == Isa::kAvx512 ? avx512() : isa == Isa::kAvx2 ? avx2() : baseline();
+  if (avx2 && avx512 && most != "avx2" && most != "baseline") return avx512::kernels();
+  if (avx2 && most != "baseline") return avx2::kernels();
+  return baseline::kernels();
 }
 
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels& table = chosen(avx512::kernels, avx2::kernels, baseline::kernels);
-  return table;
-}
-
-const SamplingKernels& sampling_kernels() {
-  static const SamplingKernels& table =
-      chosen(avx512::sampling_kernels, avx2::sampling_kernels, baseline::sampling_kernels);
+  static const Kernels& table = choose();
   return table;
 }
 #else
 const Kernels& kernels() { return baseline::kernels(); }
-const SamplingKernels& sampling_kernels() { return baseline::sampling_kernels(); }
 #endif
 
 void unknown_cdf(Cdf cdf) {

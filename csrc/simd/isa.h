@@ -46,15 +46,10 @@ const Kernels& kernels() {
                                  order_statistics,
                                  weighted_quantiles,
                                  magnitude,
-                                 magnitude_backward};
-  return table;
-}
-
-const SamplingKernels& sampling_kernels() {
-  static constexpr SamplingKernels table{
-      uniform_row,         order_row,           pareto_rows,   tournament_row, random_tournament_row,
-      trials_row,          characteristic_row,  inclusion_row, covariance_row, calibrate_rows<false>,
-      order_inclusion_row, calibrate_rows<true>};
+                                 magnitude_backward,
+                                 {uniform_row, order_row, pareto_rows, tournament_row, random_tournament_row,
+                                  trials_row, characteristic_row, inclusion_row, covariance_row,
+                                  calibrate_rows<false>, order_inclusion_row, calibrate_rows<true>}};
   return table;
 }
 

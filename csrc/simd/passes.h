@@ -67,28 +67,28 @@ KHOT_INLINE uint16_t to_half(float value) {
 
 // Entries [at, at + count) of the row, converted into the buffer.
 template <class R>
-KHOT_APART const R* convert(const Row& row, int64_t at, int count, R* buffer) {
+KHOT_APART const R* convert(const Row& row, int64_t at, int64_t count, R* buffer) {
   const int64_t begin = row.step == 0 ? 0 : at;
-  const int some = row.step == 0 ? 1 : count;
+  const int64_t some = row.step == 0 ? 1 : count;
   switch (row.dtype) {
     case Dtype::kFloat: {
       const float* p = static_cast<const float*>(row.data) + begin;
-      for (int i = 0; i < some; ++i) buffer[i] = static_cast<R>(p[i]);
+      for (int64_t i = 0; i < some; ++i) buffer[i] = static_cast<R>(p[i]);
       break;
     }
     case Dtype::kDouble: {
       const double* p = static_cast<const double*>(row.data) + begin;
-      for (int i = 0; i < some; ++i) buffer[i] = static_cast<R>(p[i]);
+      for (int64_t i = 0; i < some; ++i) buffer[i] = static_cast<R>(p[i]);
       break;
     }
     case Dtype::kHalf: {
       const uint16_t* p = static_cast<const uint16_t*>(row.data) + begin;
-      for (int i = 0; i < some; ++i) buffer[i] = from_half(p[i]);
+      for (int64_t i = 0; i < some; ++i) buffer[i] = from_half(p[i]);
       break;
     }
     case Dtype::kBFloat16: {
       const uint16_t* p = static_cast<const uint16_t*>(row.data) + begin;
-      for (int i = 0; i < some; ++i) buffer[i] = from_bfloat16(p[i]);
+      for (int64_t i = 0; i < some; ++i) buffer[i] = from_bfloat16(p[i]);
       break;
     }
   }

@@ -117,14 +117,10 @@ ffi::Error solve(ffi::ThreadPool threads, Args args, Rets rets, Name cdf, Name o
   if (args.size() == 4) {
     const PricedRows<Rows, Listed> rows(Rows(arg(args, 3)), x, goals, taus, out, found.hi.data(),
                                         found.lo.data());
-    share(spec, x.count, [&](const BudgetSpec& some, int64_t begin, int64_t end) {
-      kernels().budget(some, rows, begin, end);
-    });
+    serve<&Kernels::budget>(spec, rows, x.count);
   } else {
     const SelectionRows<Rows, Listed, Taus> rows(x, goals, Taus{taus}, out, found.hi.data(), found.lo.data());
-    share<Spec>(spec, x.count, [&](const Spec& some, int64_t begin, int64_t end) {
-      kernels().forward(some, rows, begin, end);
-    });
+    serve<&Kernels::forward, Spec>(spec, rows, x.count);
   }
   found.write(ret(rets, 1), ret(rets, 2));
   return ffi::Error::Success();
@@ -145,9 +141,7 @@ ffi::Error pull(ffi::ThreadPool threads, Args args, Rets rets, Name cdf, Name ou
     const PricedGradients<Rows, Listed> rows(Rows(arg(args, 5)), Rows(ret(rets, rets.size() - 1)), x.dtype, x,
                                              taus, std::nullopt, some(v), grads, found.hi, found.lo, dx,
                                              dgoals.data(), dtaus.data());
-    share(spec, x.count, [&](const BudgetSpec& some, int64_t begin, int64_t end) {
-      kernels().budget_backward(some, rows, begin, end);
-    });
+    serve<&Kernels::budget_backward>(spec, rows, x.count);
   } else {
     // these densities follow from y, but z, of which the derivative in τ consists, does not
     const bool from_y =
@@ -155,9 +149,7 @@ ffi::Error pull(ffi::ThreadPool threads, Args args, Rets rets, Name cdf, Name ou
     const GradientRows<Rows, Listed, Taus> rows(x.dtype, x, Taus{taus}, from_y ? some(out) : std::nullopt,
                                                 some(v), grads, found.hi, found.lo, dx, dgoals.data(),
                                                 with_tau ? dtaus.data() : nullptr);
-    share<Spec>(spec, x.count, [&](const Spec& some, int64_t begin, int64_t end) {
-      kernels().backward(some, rows, begin, end);
-    });
+    serve<&Kernels::backward, Spec>(spec, rows, x.count);
   }
   dgoals.write(ret(rets, 1));
   if (with_tau) dtaus.write(ret(rets, 2));
