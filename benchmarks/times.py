@@ -187,6 +187,7 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
         operators: dict[str, Function] = {
             "soft_budget": spent,
             "soft_budget, at_most": partial(spent, at_most=True),
+            "soft_budget, uniform": partial(spent, cdf="uniform"),
             "soft_topk_magnitude": partial(khot.soft_topk_magnitude, k=k),
             "FenchelYoungTopKLoss": lambda x, tau=1.0, mask=None: khot.losses.FenchelYoungTopKLoss(
                 k, tau=tau
