@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -345,11 +344,8 @@ BOUNDS = {
 
 @pytest.mark.parametrize(
     "case, cdf",
-    [
-        *itertools.product(BOUNDS, ["logistic", "uniform"]),  # of full and of compact support
-        ("between", "normal"),
-        ("between", cdfs.Power(1.5)),
-    ],
+    # of full and of compact support
+    [("between", "logistic"), ("total", "uniform"), ("no-total", "logistic"), ("between", cdfs.Power(1.5))],
     ids=str,
 )
 def test_derivatives_to_second_order(case: str, cdf: Any) -> None:
@@ -364,7 +360,7 @@ def test_derivatives_to_second_order(case: str, cdf: Any) -> None:
 
     # along random directions: each entry of a Jacobian would solve anew
     assert torch.autograd.gradcheck(call, (x, tau, *rest), check_forward_ad=True, fast_mode=True)
-    if cdf == "logistic" or (cdf == "uniform" and case == "total"):
+    if isinstance(cdf, str):
         assert torch.autograd.gradgradcheck(call, (x, tau, *rest), fast_mode=True)
 
 
@@ -463,9 +459,15 @@ def test_a_list_is_told_of_pairs() -> None:
 # ------------------------------------------------------------------------------------------- shards
 
 
-@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
-@pytest.mark.parametrize("total", [False, True])
-@pytest.mark.parametrize("cuts", [[0, 4, 9], [0, 0, 9]], ids=["two parts", "one part is empty"])
+@pytest.mark.parametrize(
+    ("cuts", "total", "cdf"),
+    [
+        ([0, 4, 9], True, "uniform"),
+        ([0, 4, 9], False, "logistic"),
+        ([0, 0, 9], True, "logistic"),
+        ([0, 0, 9], False, "uniform"),
+    ],
+)
 def test_rows_over_processes(cuts: list[int], total: bool, cdf: str) -> None:
     x = scores(2, 9, 4, seed=9)
     x[0, 2], x[0, 5, 1], x[0, 6, 3] = -math.inf, math.inf, -math.inf

@@ -83,6 +83,7 @@ def _check(f: Function, transform: str, inside: bool, backend: str = "eager") ->
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_softmax_has_every_combination(transform: str, inside: bool) -> None:

@@ -13,6 +13,9 @@ import torch
 
 from reproduce.harness import data
 
+# so few steps leave a layer soft, and it says so
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not used as it was trained:UserWarning")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -44,11 +47,13 @@ def test_soft_topk(picture: Path) -> None:
     script.draw(result, 64, picture)
 
 
-def test_attention(picture: Path) -> None:
+@short_or(300)
+def test_attention(picture: Path, steps: int) -> None:
     script = example("attention")
-    errors = script.run(steps=300)
-    assert errors["topk"][32] < 0.5 * errors["softmax"][32]
-    assert errors["topk"][1024] < 0.2 * errors["softmax"][1024]
+    errors = script.run(steps=steps)
+    if steps == 300:
+        assert errors["topk"][32] < 0.5 * errors["softmax"][32]
+        assert errors["topk"][1024] < 0.2 * errors["softmax"][1024]
     script.draw(errors, picture)
 
 
@@ -63,13 +68,15 @@ def test_beam_search(picture: Path, steps: int) -> None:
     script.draw(results, picture)
 
 
-def test_gate(picture: Path) -> None:
+@short_or(700)
+def test_gate(picture: Path, steps: int) -> None:
     script = example("gate")
     images = data.load_digits()
-    results = script.run(images, 10, steps=700)
+    results = script.run(images, 10, steps=steps)
     assert results["fixed"].mask.sum() == 10
-    assert results["fixed"].accuracy > results["variance"].accuracy
     assert results["learned"].size[-1] < results["learned"].size[0]
+    if steps == 700:
+        assert results["fixed"].accuracy > results["variance"].accuracy
     script.draw(images, results, picture)
 
 
@@ -93,12 +100,14 @@ def test_mixture(picture: Path, steps: int) -> None:
     script.draw(results, picture)
 
 
-def test_sae(picture: Path) -> None:
+@short_or(160)
+def test_sae(picture: Path, steps: int) -> None:
     script = example("sae")
     images = data.load_digits()
-    results = script.run(images, 6, steps=160)
+    results = script.run(images, 6, steps=steps)
     straight, hard = results["straight"], results["hard"]
-    assert straight.dead < 0.5 * hard.dead and straight.error[-1] < 1.15 * hard.error[-1]
+    if steps == 160:
+        assert straight.dead < 0.5 * hard.dead and straight.error[-1] < 1.15 * hard.error[-1]
     script.draw(images, results, picture)
 
 
@@ -115,14 +124,16 @@ def test_assign(picture: Path) -> None:
     script.draw(x, results, picture)
 
 
-def test_gate_prices(picture: Path) -> None:
+@short_or(800)
+def test_gate_prices(picture: Path, steps: int) -> None:
     script = example("gate_prices")
     images = data.load_digits()
-    results = script.run(images)
+    results = script.run(images, steps)
     prices = script.price_list(images)
     for result in results.values():
         assert result.price == (result.mask * prices).sum() <= 0.1 * prices.sum()
-    assert results["prices"].accuracy > results["count"].accuracy + 0.02
+    if steps == 800:
+        assert results["prices"].accuracy > results["count"].accuracy + 0.02
     script.draw(images, results, picture)
 
 
@@ -151,12 +162,12 @@ def pruned_in_patterns(script: Any, picture: Path) -> None:
 
 def quantiles(script: Any, picture: Path) -> None:
     images = data.load_digits()
-    script.draw(images, script.run(images, steps=100), 0, picture)
+    script.draw(images, script.run(images, steps=20), 0, picture)
 
 
 # What these claim is held by test_defaults.py, with the numbers of the pages; here they run and draw.
 RUNS: dict[str, Callable[[Any, Path], None]] = {
-    "balancing": lambda script, picture: script.draw(script.run(steps=20), picture),
+    "balancing": lambda script, picture: script.draw(script.run(steps=4), picture),
     "budget": lambda script, picture: script.draw(script.run(steps=5, runs=1), picture),
     "indexer": lambda script, picture: script.draw(script.run(steps=4), picture),
     "knn": lambda script, picture: script.draw(script.run(data.load_digits(), steps=4), picture),

@@ -325,7 +325,7 @@ def test_float32_decides_only_what_is_certain(parts: Any, dtype: torch.dtype, d:
 def test_long_rows_of_hard_probabilities(parts: Any, dtype: torch.dtype) -> None:
     """Certain and impossible units, equal ones, and sums that are not whole, for which the phantom unit is
     in the last chunk or begins another."""
-    for n in (63, 64, 65, 97):
+    for n in (63, 64, 65, 97) if dtype == torch.float64 else (65,):
         x = torch.rand(4, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
         x[0, : 2 * len(HARD)] = torch.tensor(HARD, dtype=torch.float64).repeat(2)
         x[1], x[2, ::2] = 0.3, 1

@@ -222,7 +222,9 @@ def test_reset_parameters(row: Layer) -> None:
 
 
 #: Names of layers that are traced as others are: what they have of their own is computed before or after.
-ALIKE = re.compile("-shares|-cost|-score|batch-annealed|Experts-(bal|exp|tok)")
+ALIKE = re.compile(
+    "-shares|-cost|-score|Experts-(bal|exp|tok)|(Router|KNN)-learned|(SAE|SAE-batch|Attention)-annealed|transcoder"
+)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -158,9 +159,10 @@ class KHotSelector(SelectorMixin, BaseEstimator):
             if self.class_weight == "balanced":
                 weights = balanced(y, weights)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        # the caller may be in any of these modes
+        # the caller may be in any of these modes; that of a device looks at every call of torch
         cpu = torch.device("cpu")
-        with cpu, torch.inference_mode(False), torch.enable_grad(), without_autocast(cpu):
+        here: Any = nullcontext() if torch.get_default_device() == cpu else cpu
+        with here, torch.inference_mode(False), torch.enable_grad(), without_autocast(cpu):
             self._select(X, y, weights, feature, priced, number, seed)
         return self
 
