@@ -50,6 +50,7 @@ void write_mask(const Ordered<I>& order, const Row& x, int64_t n, double k, I* o
   const int64_t count = static_cast<int64_t>(rounded);
   if (count == 0) return std::fill(out, out + n, I(0));
   const I level = kth_largest(order, out, n, count);
+  if (Ordered<I>::at_least(out, n, level) == count) return mark(out, 0, n, level, order.one);
   // Of the entries at the level, only the first are selected: those before `end`.
   int64_t left = count - Ordered<I>::at_least(out, n, level + 1), end = 0;
   for (;;) {
