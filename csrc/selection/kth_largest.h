@@ -12,7 +12,7 @@ I kth_largest(const Ordered<I>& order, const I* keys, int64_t n, int64_t k) {
 }
 
 template <class I>
-void Ordered<I>::neighbours(const Row& /*row*/, const I* keys, int64_t n, int64_t k, I& in, I& out) const {
+void Ordered<I>::neighbours(const I* keys, int64_t n, int64_t k, I& in, I& out) const {
   in = kth_largest(*this, keys, n, k);
   I below = kLeast;
   int64_t reached = 0;

@@ -127,7 +127,7 @@ Threshold pooled(const Order& order, const Row& s, int64_t n, Magnitude m, const
   }
   if (m.k == 0) return {kHuge, kHuge};
   I last, next;
-  order.neighbours(s, y, n, static_cast<int64_t>(m.k), last, next);
+  order.neighbours(y, n, static_cast<int64_t>(m.k), last, next);
   const double in = order.value(last), out = m.k == selectable ? 0 : order.value(next), gap = in - out;
   VecD drops;
   const double alone = power.alone(splat(in), drops)[0], drop = drops[0];

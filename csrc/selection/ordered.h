@@ -74,7 +74,7 @@ struct Ordered {
   }
 
   // The k-th largest of the keys of a row (in) and the one after it (out). It is defined in kth_largest.h.
-  void neighbours(const Row& row, const I* keys, int64_t n, int64_t k, I& in, I& out) const;
+  void neighbours(const I* keys, int64_t n, int64_t k, I& in, I& out) const;
 
   static int64_t at_least(const I* keys, int64_t n, I level) {
     int64_t count = 0;

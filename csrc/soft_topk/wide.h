@@ -40,7 +40,7 @@ KHOT_APART Remainder reduced(const Order& order, const Row& row, int64_t n, doub
   if (counts.nan || !(k > pinned && k < selectable)) return {};
   const double rank = std::ceil(k);
   I last, next;
-  order.neighbours(row, scratch, n, static_cast<int64_t>(rank), last, next);
+  order.neighbours(scratch, n, static_cast<int64_t>(rank), last, next);
   if (rank > k) next = last;
   const Cut cut{order.value(last), order.value(next)};
   const I bottom = std::min(order.key_of(cut.next - reach), next) - 1;
