@@ -35,23 +35,28 @@ KHOT_APART void fill_constant(const Spec& spec, void* out, Dtype dtype, const Ro
 
 // Above t, log y is -(1 - F), which where a normal tail bends has not the digits that z has. From so many tau
 // above t on, they matter.
-constexpr double kBent = 4.5;
-// log y of float again, for the entries that are so far above t.
 template <class C>
-KHOT_APART void write_bent_logs(const Spec& spec, const C& F, const Row& x, Threshold t, double tau,
-                                void* out) {
-  if (C::value_from_odds || !(std::fabs(t.hi) < kHuge)) return;
+constexpr bool kBends = C::full_support && !C::value_from_odds;
+constexpr double kBent = 4.5;
+// log y of float again, for the entries that are so far above t. z^2/2 is taken in double.
+KHOT_APART inline void write_bent_logs(const Spec& spec, const Row& x, Threshold t, double tau, void* out) {
   const float least = static_cast<float>(t.hi + kBent * tau);
-  const double scale = 1 / tau;
-  map_beside<float>(x, Row{out, Dtype::kFloat, 1}, spec.n, spec.inside, out, Dtype::kFloat,
-                    [=](VecF v, VecF log_y) {
-                      if (!any(v > least)) return log_y;
-                      VecD part[2];
-                      halves(v, part[0], part[1]);
-                      for (VecD& each : part)
-                        each = F.template log_value<double>(((each - t.hi) - t.lo) * scale);
-                      return v > least ? join(part[0], part[1]) : log_y;
-                    });
+  const double scale = 1 / tau, round = Lanes<double>::kRound;
+  auto value = [=](VecF v, VecF log_y) {
+    if (!any(v > least)) return log_y;
+    VecD z[2], whole[2], part[2];  // of the power of 1/2 that exp(-z^2/2) is
+    halves(v, z[0], z[1]);
+    for (int i = 0; i < 2; ++i) {
+      z[i] = ((z[i] - t.hi) - t.lo) * scale;
+      const VecD power = z[i] * z[i] * (0.5 * kLog2E);
+      whole[i] = (power + round) - round, part[i] = power - whole[i];
+    }
+    const VecF halvings = join(whole[0], whole[1]), ratio = Normal::mills<float>(join(z[0], z[1]));
+    const VecF e = exp2_held(-halvings) * exp2_held(-join(part[0], part[1])) * 0.398942280f;
+    const VecF tail = halvings < 126 ? e * ratio : VecF{};
+    return v > least ? -(tail + 0.5f * tail * tail) : log_y;
+  };
+  map_beside<float>(x, Row{out, Dtype::kFloat, 1}, spec.n, spec.inside, out, Dtype::kFloat, value);
 }
 
 // Writes y or log y at the threshold t.

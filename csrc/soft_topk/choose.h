@@ -55,7 +55,8 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
                       : float_may_search(F, tau) && in_double()) {
     if (by_float && log) {
       apply<float>(spec, F, x, t, tau, out);
-      if (x.dtype == Dtype::kFloat) write_bent_logs(spec, F, x, t, tau, out);
+      const bool finite = std::fabs(t.hi) < kHuge;
+      if (kBends<C> && x.dtype == Dtype::kFloat && finite) write_bent_logs(spec, x, t, tau, out);
     }
     return;
   } else {
@@ -94,7 +95,7 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
       for (int64_t j = 0; j < lanes.width; ++j) {
         const int64_t i = first + j;
         if (done[j] && lanes.is_bent(j))
-          write_bent_logs(spec, F, rows.x(i), lanes.threshold(j), rows.tau(i), rows.out(i));
+          write_bent_logs(spec, rows.x(i), lanes.threshold(j), rows.tau(i), rows.out(i));
         if (!done[j] || search.output != Output::kThreshold) continue;
         Threshold t = lanes.threshold(j);
         done[j] = DoubleRow<C>(spec, F, rows.x(i), rows.k(i), rows.tau(i)).finish(t, rows.out(i));

@@ -205,7 +205,7 @@ class LaneSolver : public SharpCounts<C> {
       for (int i = 0; i < n_; ++i) {
         fetch_ahead<true>(to_, (n_ + i) * width);
         const VecF z = ((*column(x_, i) - hi) - lo) * scale;
-        if (C::full_support && !C::value_from_odds && is_float_) bent_ |= z > static_cast<float>(kBent);
+        if (kBends<C> && is_float_) bent_ |= z > static_cast<float>(kBent);
         *column(y_, i) = F_.template log_value<float>(z);
       }
     }
