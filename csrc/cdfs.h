@@ -367,7 +367,7 @@ struct Normal : FullSupport<Normal> {
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_pdf(Vec<R> a) {
-    return -a * a / 2 - static_cast<R>(0.91893853320467274178);
+    return a * (R(-0.5) * a) - static_cast<R>(0.91893853320467274178);
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {

@@ -563,3 +563,29 @@ def test_fenchel_young_of_a_score_that_is_missed_by_far(score: float) -> None:
     y = khot.soft_topk(x[1:], 1)
     want = -(torch.special.entr(y) + torch.special.entr(1 - y)).sum()
     torch.testing.assert_close(dtau, -want, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    "cdf", ["logistic", "laplace", "normal", *map(khot.cdfs.Power, (1.15, 1.5, 1.7, 3.0))], ids=str
+)
+def test_fenchel_young_losses_of_float32_are_those_of_float64(cdf: Any) -> None:
+    """Under CDFs that float does not carry, and beside an entry that takes the digits of dL/dtau."""
+    cases: list[tuple[list[float], list[float], float]] = [
+        ([0.3, 1.2, -0.5, 0.9, 0.1], [0, 1, 0, 1, 0], 1.3),
+        ([3e5 + 0.3, 0.1, -0.7, 0.4], [0, 1, 0, 0], 1.0),
+        ([1e6 + 0.3, 0.1, -0.7, 0.4, 0.2, 0.9], [1, 0.3, 0.3, 0.3, 0.05, 0.05], 1.0),
+        ([1e15, 1e15, 0], [0, 0, 1], 1e-24),
+    ]
+    for values, target, temperature in cases:
+        found = []
+        x, T = torch.tensor(values), torch.tensor(target)
+        for dtype in (torch.float32, torch.float64):
+            leaf = x.to(dtype).requires_grad_()
+            tau = torch.tensor(temperature, dtype=torch.float64, requires_grad=True)
+            k = T.double().sum().round().item()
+            loss = FenchelYoungTopKLoss(k, tau=tau, cdf=cdf)(leaf, T.to(dtype))
+            found.append(
+                [loss.detach().double(), *(g.double() for g in torch.autograd.grad(loss, (leaf, tau)))]
+            )
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)

@@ -1,6 +1,6 @@
 // The Fenchel-Young loss of a soft top-k, tau sum (omega*(z) + omega(T) - z T) with z = (x - t)/tau, from its
-// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py). In float where that carries the
-// row: not for the losses of targets between 0 and 1, whose terms cancel.
+// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py). Losses of targets of 0
+// and 1, whose terms do not cancel, in float where that carries the row; the rest in double.
 #pragma once
 
 #include <cmath>
@@ -67,7 +67,7 @@ class LossRow {
 
   // Writes dL/dx, and returns dL/dtau. That is sum (omega*(z) + omega(T) - z F(z)), of undecided entries.
   KHOT_APART double pull(double grad, double loss, void* grad_x) const {
-    const bool anew = sizeof(R) == 8 && outweighs(loss);
+    const bool anew = outweighs(loss);
     constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
     const bool direct = x_.dtype == own;
     const R factor = static_cast<R>(grad);
@@ -80,11 +80,7 @@ class LossRow {
           auto add = [&](Vec<R> x, int i, int lanes) {
             const Entry now = entry(x, beside(g, i, lanes));
             const Vec<R> e = now.decided ? Vec<R>{} : excess(now);
-            if constexpr (sizeof(R) == 8) {
-              terms.add(anew ? -rate(now) : e * now.z);
-            } else {
-              terms.add(e * now.z);
-            }
+            terms.add(anew ? -rate(now) : e * now.z);
             store_beside(to, i, lanes, factor * e);
           };
           vectors<R>(p, count, -kInf<R>, add, [&] { terms.flush(); });
@@ -94,9 +90,9 @@ class LossRow {
     return grad * ((anew ? 0 : loss / tau_) - s.terms);
   }
 
-  // Whether a loss is so large beside dL/dtau that it takes the digits of that.
+  // Whether a loss is so large beside dL/dtau that it takes the digits of that. That of floats has few.
   bool outweighs(double loss) const {
-    return !(std::fabs(loss) < (sizeof(R) == 4 ? 1e3 + static_cast<double>(spec_.n) : 1e6) * tau_);
+    return !(std::fabs(loss) < (x_.dtype == Dtype::kDouble ? 1e6 : 1e3) * tau_);
   }
 
  private:
@@ -176,10 +172,12 @@ class LossRow {
   R share_, hi_, lo_, scale_;
 };
 
-// Whether float carries z, as far as tau tells.
-inline bool float_carries_loss(const LossRows& rows, int64_t row) {
+// Whether float carries the terms of hard targets, as far as tau tells. Under compact support those of
+// decided entries have to cancel.
+template <class C>
+bool float_carries_loss(const LossRows& rows, int64_t row) {
   const double tau = rows.tau(row);
-  return rows.x(row).dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25;
+  return C::full_support && rows.x(row).dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25;
 }
 
 inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end) {
@@ -190,10 +188,10 @@ inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin,
       const TargetSums target = sums_of(rows.target(i), spec.n, spec.inside);
       const double share = share_of(target.mass, rows.k(i));
       double loss = kNan;
-      if (float_carries_loss(rows, i) && !target.soft && share == 1)
+      if (float_carries_loss<C>(rows, i) && !target.soft && share == 1)
         loss = LossRow<float, C>(spec, same, rows, i, share).loss();
       // in float a score may be too many tau from t
-      if (std::isnan(loss)) loss = LossRow<double, C>(spec, same, rows, i, share).loss();
+      if (!std::isfinite(loss)) loss = LossRow<double, C>(spec, same, rows, i, share).loss();
       rows.put(i, loss, share);
     }
   });
@@ -204,12 +202,8 @@ inline void fenchel_young_backward(const Spec& spec, const LossRows& rows, int64
     const auto same = general(F);
     using C = std::remove_cv_t<decltype(same)>;
     for (int64_t i = begin; i < end; ++i) {
-      auto pull = [&](const auto& row) { return row.pull(rows.grad(i), rows.loss(i), rows.grad_x(i)); };
-      const LossRow<float, C> row(spec, same, rows, i, rows.share(i));
-      double grad_tau = kNan;
-      if (float_carries_loss(rows, i) && !row.outweighs(rows.loss(i))) grad_tau = pull(row);
-      if (!std::isfinite(grad_tau)) grad_tau = pull(LossRow<double, C>(spec, same, rows, i, rows.share(i)));
-      rows.put_tau(i, grad_tau);
+      const LossRow<double, C> row(spec, same, rows, i, rows.share(i));
+      rows.put_tau(i, row.pull(rows.grad(i), rows.loss(i), rows.grad_x(i)));
     }
   });
 }

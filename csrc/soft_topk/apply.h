@@ -38,6 +38,8 @@ KHOT_APART void fill_constant(const Spec& spec, void* out, Dtype dtype, const Ro
 template <class C>
 constexpr bool kBends = C::full_support && !C::value_from_odds;
 constexpr double kBent = 4.5;
+// Where so little is left to be chosen, t has not the digits.
+constexpr double kLeastLeft = 4e-6;
 // log y of float again, for the entries that are so far above t. z^2/2 is taken in double.
 KHOT_APART inline void write_bent_logs(const Spec& spec, const Row& x, Threshold t, double tau, void* out) {
   const float least = static_cast<float>(t.hi + kBent * tau);

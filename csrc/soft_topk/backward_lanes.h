@@ -117,6 +117,7 @@ class LaneBackward {
         if (done[j]) clear(rows.grad_x(first + j), dtype, n_);
         continue;
       }
+      if (!(std::fabs(grad_k[j]) < kInf<float>)) continue;
       if (loses_products(mass[j], v_sum[j], Row{grads[j], Dtype::kFloat, 1}, n_, nullptr)) continue;
       done[j] = true;
       const Density row = density<Density>(t[j], tau[j], j);

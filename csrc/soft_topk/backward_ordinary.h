@@ -49,6 +49,7 @@ Gradients backward_ordinary(const Spec& spec, const Density& density, const Row&
   if (!Density::reliable(s.f, s.y, spec.n)) return s.f == 0 ? Gradients::kFlat : Gradients::kUnreliable;
   if (in_float && loses_products(s.f, s.fv, grad, spec.n, spec.inside)) return Gradients::kUnreliable;
   const double v_mean = s.fv / s.f, z_mean = s.fz / s.f;
+  if (in_float && !(std::fabs(v_mean) < 1e38)) return Gradients::kUnreliable;
   grad_k = density.of_k(v_mean) - (grad_lo == 0 ? 0 : grad_lo * tau / s.f);
   if constexpr (Density::kMoments) {
     grad_tau = (s.fv * z_mean - s.fzv) * density.slope(tau) - grad_lo * z_mean;

@@ -48,7 +48,9 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
     t.hi += origin;
     return found && DoubleRow<C>(spec, F, x, k, tau).finish(t, out);
   };
-  const bool by_float = float_carries(spec, F, x.dtype, tau) && !(log && k < C::least_logged);
+  const bool by_float =
+      float_carries(spec, F, x.dtype, tau) &&
+      !(log && C::least_logged > 0 && (k < C::least_logged || static_cast<double>(spec.n) - k < kLeastLeft));
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
   } else if (by_float ? search(x, out, log, OrdinarySolver<C>::kLastUnchecked)

@@ -155,6 +155,8 @@ class LaneSolver : public SharpCounts<C> {
     for (int j = 0; j < width; ++j) left_[j] = static_cast<float>(free_[j] - k_all_[j]);
     few_ = k_ < left_ ? k_ : left_;
     good &= few_ > 0;
+    if (kBends<C> && output_ == Output::kLog)
+      good &= (left_ > static_cast<float>(kLeastLeft)) & (tau_ > 1e-18f);  // squares of scores underflow
     const VecF off = first / free_, variance = second / free_ - off * off;
     // Goal::guess in units of tau, in which an ordinary row does not overflow.
     const float noise = static_cast<float>(F_.variance);

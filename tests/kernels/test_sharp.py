@@ -192,3 +192,20 @@ def test_gradients_of_long_rows_whose_entries_are_decided(call: Callable[..., Te
         (dx,) = torch.autograd.grad(out, leaf, v.to(dtype) if out.dim() else torch.ones_like(out))
         found.append(dx.double())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6 * found[1].abs().max().item())
+
+
+def test_logarithms_with_next_to_nothing_left_and_large_gradients() -> None:
+    x = torch.randn(16, 9, generator=Generator().manual_seed(0))
+    for left in (1e-6, 1e-7, 1e-8):
+        found = khot.log_soft_topk(x, 9 - left, cdf="normal").double()
+        want = khot.log_soft_topk(x.double(), 9 - left, cdf="normal")
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+    rows = torch.tensor([0.5, -1, 0.2, 3, 1]).repeat(8, 1)
+    v = torch.tensor([1e27, 0, 0, 0, 0]).expand(8, 5)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = rows.to(dtype).requires_grad_()
+        gradients += torch.autograd.grad(khot.log_soft_topk(leaf, 1e-15, cdf="normal"), leaf, v.to(dtype))
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=1e-3, atol=1e22)
+    far = torch.tensor([0.0, 0.0, -2e19])
+    assert khot.log_soft_topk(far, 1, cdf="normal").isfinite().all()
