@@ -367,7 +367,9 @@ struct Normal : FullSupport<Normal> {
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_pdf(Vec<R> a) {
-    return a * (R(-0.5) * a) - static_cast<R>(0.91893853320467274178);
+    constexpr R kRest = R(0.91893853320467274178);
+    if constexpr (sizeof(R) == 8) return -a * a / 2 - kRest;  // squares of equal a round alike
+    return a * (R(-0.5) * a) - kRest;                         // which overflows later
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
