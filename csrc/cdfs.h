@@ -117,6 +117,11 @@ struct FullSupport {
   KHOT_INLINE Vec<R> log_hazard(Vec<R> /*z*/, Vec<R> log_f, Vec<R> log_F) const {
     return log_f - log_F;
   }
+  // That of exponential tails.
+  template <class R>
+  static KHOT_INLINE Vec<R> hazard_below(Vec<R> /*a*/) {
+    return splat<R>(1);
+  }
   template <class R>
   KHOT_INLINE Vec<R> log_tail(Vec<R> z, Int<R> /*above*/) const {
     return F::template log_lower<R>(abs<R>(z));
@@ -186,10 +191,6 @@ struct Logistic : FullSupport<Logistic> {
     const VecD e = abs<double>(state), tail = e / (1 + e);
     f = tail - tail * tail;
     return (IntD)state < 0 ? 1 - tail : tail;
-  }
-  template <class R>
-  static KHOT_INLINE Vec<R> hazard_below(Vec<R> /*a*/) {
-    return splat<R>(1);
   }
   template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
@@ -262,10 +263,6 @@ struct Laplace : FullSupport<Laplace> {
     return (Int<R>)state < 0 ? splat<R>(1) : divide<R>(f, 1 - f);
   }
   template <class R>
-  static KHOT_INLINE Vec<R> hazard_below(Vec<R> /*a*/) {
-    return splat<R>(1);
-  }
-  template <class R>
   static KHOT_INLINE Vec<R> log_lower(Vec<R> a) {
     return -a - static_cast<R>(kLog2);
   }
@@ -314,6 +311,7 @@ struct Normal : FullSupport<Normal> {
   static constexpr bool rise_is_product = false;
   static constexpr double last_step = 0.15;  // as for the logistic
   static constexpr double least_logged = 1e-16;
+  static constexpr double kRoot = 0.39894228040143267794;  // 1/sqrt(2 pi)
   static double tail_reach(double a) { return 2 * std::sqrt(a); }
   using Derivatives = NormalDerivatives;
   KHOT_INLINE Derivatives derivatives() const { return {}; }
@@ -348,9 +346,9 @@ struct Normal : FullSupport<Normal> {
   }
   template <class R>
   static KHOT_INLINE TailDensity<R> tail_density(Vec<R> a) {
-    constexpr R kRoot = R(0.39894228040143267794);  // 1/sqrt(2 pi)
+    constexpr R root = R(kRoot);
     if constexpr (sizeof(R) == 8) {
-      const Vec<R> density = exp_minus<R>(a * a / 2) * kRoot;
+      const Vec<R> density = exp_minus<R>(a * a / 2) * root;
       return {density * mills<R>(a), density};
     } else {
       // The tail is exp(-a^2/2) times a polynomial in 1/(a + 3), fitted for the least error in units of the
@@ -362,7 +360,7 @@ struct Normal : FullSupport<Normal> {
                  e = exp2_held(near * near * static_cast<float>(-kLog2E / 2));
       const VecF power = a > NormalDerivatives::kEnd ? VecF{} : e, r = inverse(near + 3);
       // rounding must not make it more than 1/2, where F and 1 - F would change places at 0
-      return {clamp_above<float>(power * (r * polynomial(r, kTerms)), 0.5f), power * kRoot};
+      return {clamp_above<float>(power * (r * polynomial(r, kTerms)), 0.5f), power * root};
     }
   }
   template <class R>
@@ -414,7 +412,7 @@ struct Normal : FullSupport<Normal> {
     for (int i = 0; i < kWidth<double>; ++i) y[i] = y[i] > 0 && y[i] < 1 ? -pdf(normal_quantile(y[i])) : 0;
     return y;
   }
-  double pdf(double z) const { return std::exp(-0.5 * z * z) * 0.39894228040143267794; }
+  double pdf(double z) const { return std::exp(-0.5 * z * z) * kRoot; }
   double icdf(double y) const { return normal_quantile(y); }
   // By a power of the odds (Shore 1982), with an error below 0.03 up to 3.5.
   KHOT_INLINE VecF rough_icdf(VecF /*odds*/, VecF z) const {

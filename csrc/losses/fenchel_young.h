@@ -1,14 +1,14 @@
 // The Fenchel-Young loss of a soft top-k, tau sum (omega*(z) + omega(T) - z T) with z = (x - t)/tau, from its
-// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py). Losses of targets of 0
-// and 1, whose terms do not cancel, in float where that carries the row; the rest in double.
+// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py). Losses of targets of 0 and 1,
+// whose terms do not cancel, in float where that carries the row; the rest, and all gradients, in double.
 #pragma once
 
 #include <cmath>
 #include <type_traits>
 
 #include "cdfs.h"
-#include "search/guess.h"
 #include "simd/passes.h"
+#include "soft_topk/apply.h"
 
 namespace khot::KHOT_ISA {
 
@@ -65,34 +65,26 @@ class LossRow {
     return s.misses > 0 ? kInfinity : tau_ * s.terms;
   }
 
-  // Writes dL/dx, and returns dL/dtau. That is sum (omega*(z) + omega(T) - z F(z)), of undecided entries.
+  // In double alone: writes dL/dx, and returns dL/dtau. That is sum (omega*(z) + omega(T) - z F(z)), of
+  // undecided entries.
   KHOT_APART double pull(double grad, double loss, void* grad_x) const {
-    const bool anew = outweighs(loss);
-    constexpr Dtype own = sizeof(R) == 4 ? Dtype::kFloat : Dtype::kDouble;
-    const bool direct = x_.dtype == own;
-    const R factor = static_cast<R>(grad);
-    const Sums s =
-        reduce<R, Sums>(x_, spec_.n, spec_.inside, [=, this](Sums& s, const R* p, int count, int64_t at) {
-          R buffer[kBlock], results[kBlock];
-          const R* const g = fetch(target_, at, count, buffer);
-          R* const to = direct ? static_cast<R*>(grad_x) + at : results;
-          Total terms;
-          auto add = [&](Vec<R> x, int i, int lanes) {
+    const bool anew = outweighs(loss), direct = x_.dtype == Dtype::kDouble;
+    const Sums s = reduce<double, Sums>(
+        x_, spec_.n, spec_.inside, [=, this](Sums& s, const double* p, int count, int64_t at) {
+          double buffer[kBlock], results[kBlock];
+          const double* const g = fetch(target_, at, count, buffer);
+          double* const to = direct ? static_cast<double*>(grad_x) + at : results;
+          VecD terms{};
+          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
             const Entry now = entry(x, beside(g, i, lanes));
-            const Vec<R> e = now.decided ? Vec<R>{} : excess(now);
-            terms.add(anew ? -rate(now) : e * now.z);
-            store_beside(to, i, lanes, factor * e);
-          };
-          vectors<R>(p, count, -kInf<R>, add, [&] { terms.flush(); });
-          s.terms += sum<double>(terms.total);
+            const VecD e = now.decided ? VecD{} : excess(now);
+            terms += anew ? -rate(now) : e * now.z;
+            store_beside(to, i, lanes, grad * e);
+          });
+          s.terms += sum<double>(terms);
           if (!direct) put(grad_x, x_.dtype, at, count, results);
         });
     return grad * ((anew ? 0 : loss / tau_) - s.terms);
-  }
-
-  // Whether a loss is so large beside dL/dtau that it takes the digits of that. That of floats has few.
-  bool outweighs(double loss) const {
-    return !(std::fabs(loss) < (x_.dtype == Dtype::kDouble ? 1e6 : 1e3) * tau_);
   }
 
  private:
@@ -107,6 +99,11 @@ class LossRow {
     Int<R> decided;  // by an infinite score, or as all are
   };
 
+  // Whether a loss is so large beside dL/dtau that it takes the digits of that. That of floats has few.
+  bool outweighs(double loss) const {
+    return !(std::fabs(loss) < (x_.dtype == Dtype::kDouble ? 1e6 : 1e3) * tau_);
+  }
+
   bool all_decided() const { return std::fabs(t_.hi) == kHuge; }
 
   KHOT_INLINE Entry entry(Vec<R> x, Vec<R> target) const {
@@ -117,9 +114,9 @@ class LossRow {
   }
 
   // F(z) - T, also where both are next to 1.
-  KHOT_INLINE Vec<R> excess(const Entry& of) const {
-    const Int<R> above = of.z > static_cast<R>(F_.median);
-    const Vec<R> tail = F_.template split<R>(of.z, above).tail;
+  KHOT_INLINE VecD excess(const Entry& of) const {
+    const IntD above = of.z > F_.median;
+    const VecD tail = F_.template split<double>(of.z, above).tail;
     return above ? (1 - of.T) - tail : tail - of.T;
   }
 
@@ -172,14 +169,6 @@ class LossRow {
   R share_, hi_, lo_, scale_;
 };
 
-// Whether float carries the terms of hard targets, as far as tau tells. Under compact support those of
-// decided entries have to cancel.
-template <class C>
-bool float_carries_loss(const LossRows& rows, int64_t row) {
-  const double tau = rows.tau(row);
-  return C::full_support && rows.x(row).dtype != Dtype::kDouble && tau > 1e-25 && tau < 1e25;
-}
-
 inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     const auto same = general(F);
@@ -187,10 +176,11 @@ inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin,
     for (int64_t i = begin; i < end; ++i) {
       const TargetSums target = sums_of(rows.target(i), spec.n, spec.inside);
       const double share = share_of(target.mass, rows.k(i));
+      // under compact support the terms of decided entries have to cancel
+      const bool in_float = C::full_support && float_carries(spec, same, rows.x(i).dtype, rows.tau(i));
       double loss = kNan;
-      if (float_carries_loss<C>(rows, i) && !target.soft && share == 1)
-        loss = LossRow<float, C>(spec, same, rows, i, share).loss();
-      // in float a score may be too many tau from t
+      if (in_float && !target.soft && share == 1) loss = LossRow<float, C>(spec, same, rows, i, share).loss();
+      // a score may be too many tau from t for float
       if (!std::isfinite(loss)) loss = LossRow<double, C>(spec, same, rows, i, share).loss();
       rows.put(i, loss, share);
     }

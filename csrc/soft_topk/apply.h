@@ -33,14 +33,13 @@ KHOT_APART void fill_constant(const Spec& spec, void* out, Dtype dtype, const Ro
   });
 }
 
-// Above t, log y is -(1 - F), which where a normal tail bends has not the digits that z has. From so many tau
-// above t on, they matter.
+// Normal tails bend. log y is -(1 - F) above t, and has not the digits of z there, which matter from kBent
+// tau above t on; and where no more than kLeastLeft is left to be chosen, those of t are too few.
 template <class C>
 constexpr bool kBends = C::full_support && !C::value_from_odds;
-constexpr double kBent = 4.5;
-// Where so little is left to be chosen, t has not the digits.
-constexpr double kLeastLeft = 4e-6;
-// log y of float again, for the entries that are so far above t. z^2/2 is taken in double.
+constexpr double kBent = 4.5, kLeastLeft = 4e-6;
+
+// log y of float again, for the entries that are so far above t, with z^2/2 in double.
 KHOT_APART inline void write_bent_logs(const Spec& spec, const Row& x, Threshold t, double tau, void* out) {
   const float least = static_cast<float>(t.hi + kBent * tau);
   const double scale = 1 / tau, round = Lanes<double>::kRound;
@@ -54,7 +53,8 @@ KHOT_APART inline void write_bent_logs(const Spec& spec, const Row& x, Threshold
       whole[i] = (power + round) - round, part[i] = power - whole[i];
     }
     const VecF halvings = join(whole[0], whole[1]), ratio = Normal::mills<float>(join(z[0], z[1]));
-    const VecF e = exp2_held(-halvings) * exp2_held(-join(part[0], part[1])) * 0.398942280f;
+    const VecF e =
+        exp2_held(-halvings) * exp2_held(-join(part[0], part[1])) * static_cast<float>(Normal::kRoot);
     const VecF tail = halvings < 126 ? e * ratio : VecF{};
     return v > least ? -(tail + 0.5f * tail * tail) : log_y;
   };

@@ -50,7 +50,7 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
   };
   const bool by_float =
       float_carries(spec, F, x.dtype, tau) &&
-      !(log && C::least_logged > 0 && (k < C::least_logged || static_cast<double>(spec.n) - k < kLeastLeft));
+      !(kBends<C> && log && (k < C::least_logged || static_cast<double>(spec.n) - k < kLeastLeft));
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
   } else if (by_float ? search(x, out, log, OrdinarySolver<C>::kLastUnchecked)
@@ -94,12 +94,16 @@ inline void forward(const Spec& spec, const ForwardRows& rows, int64_t begin, in
         const FlushSubnormals flush;
         lanes.solve(rows, first, goal, done);
       }
-      for (int64_t j = 0; j < lanes.width; ++j) {
+      const bool finds_t = search.output == Output::kThreshold;
+      const bool bends = kBends<C> && search.output == Output::kLog;
+      for (int64_t j = 0; (finds_t || bends) && j < lanes.width; ++j) {
+        if (!done[j]) continue;
         const int64_t i = first + j;
-        if (done[j] && lanes.is_bent(j))
-          write_bent_logs(spec, rows.x(i), lanes.threshold(j), rows.tau(i), rows.out(i));
-        if (!done[j] || search.output != Output::kThreshold) continue;
         Threshold t = lanes.threshold(j);
+        if (bends) {
+          if (lanes.is_bent(j)) write_bent_logs(spec, rows.x(i), t, rows.tau(i), rows.out(i));
+          continue;
+        }
         done[j] = DoubleRow<C>(spec, F, rows.x(i), rows.k(i), rows.tau(i)).finish(t, rows.out(i));
         rows.put(i, t);
       }
