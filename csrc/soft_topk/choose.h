@@ -48,9 +48,9 @@ void forward_row(const Spec& spec, const C& F, const Row& x, double k, double ta
     t.hi += origin;
     return found && DoubleRow<C>(spec, F, x, k, tau).finish(t, out);
   };
-  const bool by_float =
-      float_carries(spec, F, x.dtype, tau) &&
-      !(kBends<C> && log && (k < C::least_logged || static_cast<double>(spec.n) - k < kLeastLeft));
+  const double left = std::ceil(k) - k;  // where all but this may be chosen, of however many entries
+  const bool by_float = float_carries(spec, F, x.dtype, tau) &&
+                        !(kBends<C> && log && (k < C::least_logged || (left > 0 && left < kLeastLeft)));
   if (!(tau > 0 && tau < kInfinity)) {
     t = {kNan, kNan};
   } else if (by_float ? search(x, out, log, OrdinarySolver<C>::kLastUnchecked)

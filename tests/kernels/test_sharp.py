@@ -200,6 +200,11 @@ def test_logarithms_with_next_to_nothing_left_and_large_gradients() -> None:
         found = khot.log_soft_topk(x, 9 - left, cdf="normal").double()
         want = khot.log_soft_topk(x.double(), 9 - left, cdf="normal")
         torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+    masked = torch.randn(128, 500, generator=Generator().manual_seed(1))
+    masked[:, 153:] = -torch.inf
+    found = khot.log_soft_topk(masked, 153 - 1.7e-8, tau=0.1664, cdf="normal").double()
+    want = khot.log_soft_topk(masked.double(), 153 - 1.7e-8, tau=0.1664, cdf="normal")
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-37)
     rows = torch.tensor([0.5, -1, 0.2, 3, 1]).repeat(8, 1)
     v = torch.tensor([1e27, 0, 0, 0, 0]).expand(8, 5)
     gradients = []
