@@ -168,13 +168,7 @@ struct Logistic : FullSupport<Logistic> {
   }
   template <class R>
   KHOT_INLINE Vec<R> log_value(Vec<R> z) const {
-    const Vec<R> a = abs<R>(z), most = z > 0 ? Vec<R>{} : z;
-    if constexpr (sizeof(R) == 8) {
-      return most - log1p<R>(exp_minus<R>(a));
-    } else {
-      const VecF e = exp2_held(a * -static_cast<float>(kLog2E));
-      return most - (a > 87 ? VecF{} : log1p_of_share(e));
-    }
+    return (z > 0 ? Vec<R>{} : z) - surplus<R>(z);
   }
   static KHOT_INLINE VecF log_state(VecF z) { return exp2_held(z * -static_cast<float>(kLog2E)); }
   static KHOT_INLINE VecF log_slope(VecF e, VecF& f) {
@@ -217,7 +211,12 @@ struct Logistic : FullSupport<Logistic> {
 
   template <class R>
   KHOT_INLINE Vec<R> surplus(Vec<R> z) const {
-    return log1p<R>(exp_minus<R>(abs<R>(z)));
+    const Vec<R> a = abs<R>(z);
+    if constexpr (sizeof(R) == 8) {
+      return log1p<R>(exp_minus<R>(a));
+    } else {
+      return a > 87 ? VecF{} : log1p_of_share(exp2_held(a * -static_cast<float>(kLog2E)));
+    }
   }
   KHOT_INLINE VecD potential(VecD y) const { return times_log(y) + times_log(1 - y); }
   double pdf(double z) const {

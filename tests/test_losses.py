@@ -15,6 +15,7 @@ import khot
 import oracles
 from drawn import normal as scores
 from khot import cdfs
+from khot._ops.fenchel_young import row_losses
 from khot._ops.ranking_losses import counted_mean
 from khot.losses import FenchelYoungTopKLoss, TopKCrossEntropyLoss, permutation_cross_entropy
 
@@ -589,3 +590,16 @@ def test_fenchel_young_losses_of_float32_are_those_of_float64(cdf: Any) -> None:
             )
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("cdf", ["logistic", "laplace"])
+def test_the_gradient_of_a_small_temperature_keeps_its_digits(cdf: Any) -> None:
+    """Beside a loss that is some thousand times as large."""
+    x = scores(1, 16, seed=2).expand(8, 16).float()
+    target = scores(8, 16, seed=3).argsort(-1).lt(3).float()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        tau = torch.full((8,), 0.01, dtype=torch.float64, requires_grad=True)
+        loss, _ = row_losses(x.to(dtype), target.to(dtype), torch.tensor(3.0), tau, cdfs.resolve(cdf))
+        found.append(*torch.autograd.grad(loss.sum(), tau))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)

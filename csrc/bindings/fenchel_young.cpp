@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> fenchel_young_backward(Tensor grad, Tensor x, Tensor 
   rows.losses.emplace(loss, of.batch);
   rows.his.emplace(hi, of.batch), rows.los.emplace(lo, of.batch);
   rows.gradients = results_in(grad_x), rows.tau_out = numbers_in(grad_tau);
-  serve<&Kernels::fenchel_young_backward>(spec_of(cdf, shape, of.n, Output::kThreshold), rows, of.rows);
+  serve<&Kernels::fenchel_young_backward>(spec_of(cdf, shape, of.n, Output::kValue), rows, of.rows);
   return {grad_x, grad_tau};
 }
 

@@ -1,6 +1,6 @@
 // The Fenchel-Young loss of a soft top-k, tau sum (omega*(z) + omega(T) - z T) with z = (x - t)/tau, from its
-// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py). Losses of targets of 0 and 1,
-// whose terms do not cancel, in float where that carries the row; the rest, and all gradients, in double.
+// threshold t, and its gradients (khot/_kernels/reference/fenchel_young.py). Those of targets of 0 and 1 that
+// sum to k, whose terms do not cancel, in float where that carries the row, the rest in double.
 #pragma once
 
 #include <cmath>
@@ -12,23 +12,12 @@
 
 namespace khot::KHOT_ISA {
 
-struct TargetSums {
-  double mass = 0;
-  bool soft = false;  // whether some are neither 0 nor 1
-  void operator+=(const TargetSums& o) { mass += o.mass, soft |= o.soft; }
-};
-
-inline TargetSums sums_of(const Row& target, int64_t n, const Parallel* inside) {
-  return reduce<double, TargetSums>(target, n, inside,
-                                    [](TargetSums& s, const double* p, int count, int64_t) {
-                                      VecD total{};
-                                      IntD soft{};
-                                      vectors<double>(p, count, 0, [&](VecD v, int, int) {
-                                        total += v;
-                                        soft |= (v != 0) & (v != 1);
-                                      });
-                                      s.mass += sum<double>(total), s.soft |= any((IntF)soft);
-                                    });
+inline double mass_of(const Row& target, int64_t n, const Parallel* inside) {
+  return reduce<double, double>(target, n, inside, [](double& sum_of, const double* p, int count, int64_t) {
+    VecD total{};
+    vectors<double>(p, count, 0, [&](VecD v, int, int) { total += v; });
+    sum_of += sum<double>(total);
+  });
 }
 
 // What a target of this sum is multiplied by so that it sums to k; NaN where it sums to less.
@@ -59,40 +48,50 @@ class LossRow {
         lo_(static_cast<R>((t_.hi - hi_) + t_.lo)),
         scale_(static_cast<R>(1 / tau_)) {}
 
-  double loss() const {
+  // In float NaN where the targets are not of 0 and 1 or do not sum to k.
+  double loss(double k) const {
     const Sums s = sums();
-    if (std::isnan(t_.hi) || std::isnan(share_)) return kNan;
+    if (std::isnan(t_.hi) || std::isnan(share_) || (kFloat && (s.soft || s.mass != k))) return kNan;
     return s.misses > 0 ? kInfinity : tau_ * s.terms;
   }
 
-  // In double alone: writes dL/dx, and returns dL/dtau. That is sum (omega*(z) + omega(T) - z F(z)), of
-  // undecided entries.
+  // Writes dL/dx, and returns dL/dtau, in float NaN where the targets are not of 0 and 1. That is the sum of
+  // omega*(z) + omega(T) - z F(z) of undecided entries, or what e z, with e = F(z) - T, add up to, less than
+  // the loss.
   KHOT_APART double pull(double grad, double loss, void* grad_x) const {
-    const bool anew = outweighs(loss), direct = x_.dtype == Dtype::kDouble;
-    const Sums s = reduce<double, Sums>(
-        x_, spec_.n, spec_.inside, [=, this](Sums& s, const double* p, int count, int64_t at) {
-          double buffer[kBlock], results[kBlock];
-          const double* const g = fetch(target_, at, count, buffer);
-          double* const to = direct ? static_cast<double*>(grad_x) + at : results;
-          VecD terms{};
-          vectors<double>(p, count, -kInfinity, [&](VecD x, int i, int lanes) {
+    constexpr Dtype own = kFloat ? Dtype::kFloat : Dtype::kDouble;
+    const bool anew = kFloat || outweighs(loss), direct = x_.dtype == own;
+    const R factor = static_cast<R>(grad);
+    const Sums s =
+        reduce<R, Sums>(x_, spec_.n, spec_.inside, [=, this](Sums& s, const R* p, int count, int64_t at) {
+          R buffer[kBlock], results[kBlock];
+          const R* const g = fetch(target_, at, count, buffer);
+          R* const to = direct ? static_cast<R*>(grad_x) + at : results;
+          Total terms;
+          Int<R> soft{};
+          auto add = [&](Vec<R> x, int i, int lanes) {
             const Entry now = entry(x, beside(g, i, lanes));
-            const VecD e = now.decided ? VecD{} : excess(now);
-            terms += anew ? -rate(now) : e * now.z;
-            store_beside(to, i, lanes, grad * e);
-          });
-          s.terms += sum<double>(terms);
+            const Vec<R> e = now.decided ? Vec<R>{} : excess(now);
+            terms.add(anew ? -rate(now) : e * now.z);
+            if constexpr (kFloat) soft |= (now.T != 0) & (now.T != 1);
+            store_beside(to, i, lanes, factor * e);
+          };
+          vectors<R>(p, count, -kInf<R>, add, [&] { terms.flush(); });
+          s.terms += sum<double>(terms.total), s.soft |= any((IntF)soft);
           if (!direct) put(grad_x, x_.dtype, at, count, results);
         });
+    if (s.soft) return kNan;
     return grad * ((anew ? 0 : loss / tau_) - s.terms);
   }
 
  private:
-  using Total = std::conditional_t<sizeof(R) == 4, LongSum, LongSumOfDouble>;
+  static constexpr bool kFloat = sizeof(R) == 4;
+  using Total = std::conditional_t<kFloat, LongSum, LongSumOfDouble>;
   struct Sums {
-    double terms = 0;
-    bool misses = false;  // whether the target does not agree with a decided entry
-    void operator+=(const Sums& o) { terms += o.terms, misses |= o.misses; }
+    double terms = 0, mass = 0;  // mass, in float: of the target
+    bool soft = false;           // in float: whether a target is neither 0 nor 1
+    bool misses = false;         // whether the target does not agree with a decided entry
+    void operator+=(const Sums& o) { terms += o.terms, mass += o.mass, soft |= o.soft, misses |= o.misses; }
   };
   struct Entry {
     Vec<R> z, T;     // z is 0 where the entry is decided
@@ -114,25 +113,24 @@ class LossRow {
   }
 
   // F(z) - T, also where both are next to 1.
-  KHOT_INLINE VecD excess(const Entry& of) const {
-    const IntD above = of.z > F_.median;
-    const VecD tail = F_.template split<double>(of.z, above).tail;
+  KHOT_INLINE Vec<R> excess(const Entry& of) const {
+    const Int<R> above = of.z > static_cast<R>(F_.median);
+    const Vec<R> tail = F_.template split<R>(of.z, above).tail;
     return above ? (1 - of.T) - tail : tail - of.T;
   }
 
   // omega*(z) + omega(T) - z F(z)
-  KHOT_INLINE VecD rate(const Entry& of) const {
-    const IntD above = of.z > 0;
-    const VecD F = F_.template value<double>(of.z),
-               tail = F_.template split<double>(of.z, of.z > F_.median).tail;
-    const VecD rest = of.z > F_.median ? tail : 1 - F;
-    const VecD own = F_.template surplus<double>(of.z) + potential(of.T) + (above ? of.z * rest : -of.z * F);
-    return of.decided ? VecD{} : own;
+  KHOT_INLINE Vec<R> rate(const Entry& of) const {
+    const Int<R> above = of.z > static_cast<R>(F_.median);
+    const Vec<R> tail = F_.template split<R>(of.z, above).tail, rest = above ? tail : 1 - tail;
+    const Vec<R> own =
+        F_.template surplus<R>(of.z) + potential(of.T) + (of.z > 0 ? of.z * rest : -of.z * tail);
+    return of.decided ? Vec<R>{} : own;
   }
 
   // That of targets of 0 and 1 needs no logarithm, and no others come in float.
   KHOT_INLINE Vec<R> potential(Vec<R> T) const {
-    if constexpr (sizeof(R) == 8) {
+    if constexpr (!kFloat) {
       if (any((IntF)((T > 0) & (T < 1)))) return F_.potential(T);
     }
     return T * static_cast<R>(F_.highest_potential());
@@ -143,7 +141,8 @@ class LossRow {
         x_, target_, spec_.n, spec_.inside, [this](Sums& s, const R* p, const R* g, int count) {
           const Vec<R> every = splat<R>(t_.hi < 0 ? 1 : 0);  // of those that are decided together
           Total terms;
-          Int<R> misses{};
+          Vec<R> mass{};
+          Int<R> misses{}, soft{};
           auto add = [&](Vec<R> x, int i, int lanes) {
             const auto [z, T, decided] = entry(x, beside(g, i, lanes));
             const Vec<R> infinite = x > 0 ? splat<R>(1) : Vec<R>{};
@@ -152,10 +151,11 @@ class LossRow {
             const Vec<R> linear = (z > 0 ? z : Vec<R>{}) - z * T;
             const Vec<R> own = linear + (F_.template surplus<R>(z) + potential(T));
             terms.add(decided ? Vec<R>{} : own);
+            if constexpr (kFloat) mass += T, soft |= (T != 0) & (T != 1);
           };
           vectors<R>(p, count, -kInf<R>, add, [&] { terms.flush(); });
-          s.terms += sum<double>(terms.total);
-          for (int i = 0; i < kWidth<R>; ++i) s.misses |= misses[i] != 0;
+          s.terms += sum<double>(terms.total), s.mass += sum<R>(mass);
+          s.misses |= any((IntF)misses), s.soft |= any((IntF)soft);
         });
   }
 
@@ -169,19 +169,31 @@ class LossRow {
   R share_, hi_, lo_, scale_;
 };
 
+// Calls row.pull or row.loss by answer(row), with a share of 1, in float where that carries the row, and
+// otherwise or where that has no answer in double, with the given share.
+template <class C, class Share, class Answer>
+double in_float_or_double(const Spec& spec, const C& F, const LossRows& rows, int64_t i, bool whole,
+                          Share share, Answer answer) {
+  // under compact support the terms of decided entries have to cancel
+  if constexpr (C::full_support) {
+    if (whole && float_carries(spec, F, rows.x(i).dtype, rows.tau(i))) {
+      const double found = answer(LossRow<float, C>(spec, F, rows, i, 1));
+      if (std::isfinite(found)) return found;
+    }
+  }
+  return answer(LossRow<double, C>(spec, F, rows, i, share()));
+}
+
 inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     const auto same = general(F);
-    using C = std::remove_cv_t<decltype(same)>;
     for (int64_t i = begin; i < end; ++i) {
-      const TargetSums target = sums_of(rows.target(i), spec.n, spec.inside);
-      const double share = share_of(target.mass, rows.k(i));
-      // under compact support the terms of decided entries have to cancel
-      const bool in_float = C::full_support && float_carries(spec, same, rows.x(i).dtype, rows.tau(i));
-      double loss = kNan;
-      if (in_float && !target.soft && share == 1) loss = LossRow<float, C>(spec, same, rows, i, share).loss();
-      // a score may be too many tau from t for float
-      if (!std::isfinite(loss)) loss = LossRow<double, C>(spec, same, rows, i, share).loss();
+      const double k = rows.k(i);
+      double share = 1;
+      const double loss = in_float_or_double(
+          spec, same, rows, i, k > 0,
+          [&] { return share = share_of(mass_of(rows.target(i), spec.n, spec.inside), k); },
+          [&](const auto& row) { return row.loss(k); });
       rows.put(i, loss, share);
     }
   });
@@ -190,10 +202,12 @@ inline void fenchel_young(const Spec& spec, const LossRows& rows, int64_t begin,
 inline void fenchel_young_backward(const Spec& spec, const LossRows& rows, int64_t begin, int64_t end) {
   with_cdf(spec, [&](auto F) {
     const auto same = general(F);
-    using C = std::remove_cv_t<decltype(same)>;
     for (int64_t i = begin; i < end; ++i) {
-      const LossRow<double, C> row(spec, same, rows, i, rows.share(i));
-      rows.put_tau(i, row.pull(rows.grad(i), rows.loss(i), rows.grad_x(i)));
+      const double share = rows.share(i);
+      const double grad_tau = in_float_or_double(
+          spec, same, rows, i, share == 1, [&] { return share; },
+          [&](const auto& row) { return row.pull(rows.grad(i), rows.loss(i), rows.grad_x(i)); });
+      rows.put_tau(i, grad_tau);
     }
   });
 }

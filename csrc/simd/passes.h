@@ -264,7 +264,7 @@ Sums reduce(const Row& row, int64_t n, const Parallel* inside, const Body& body)
     const Body& body;
     static KHOT_PASS Sums sums_of(const void* context, int64_t begin, int64_t end) {
       const auto [row, body] = *static_cast<const Context*>(context);
-      Sums sums;
+      Sums sums{};
       R buffer[kBlock];
       for (int64_t at = begin; at < end; at += kBlock) {
         const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
