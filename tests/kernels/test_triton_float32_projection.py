@@ -10,11 +10,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import oracles
 from khot._kernels.reference import permutahedron as reference
-from projection_rows import ROWS, f64, randn, ranks
+from projection_rows import ROWS, check, f64, randn, ranks, table
 
 INF, NAN = math.inf, math.nan
 
@@ -35,30 +34,6 @@ def which(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, request: pytest.
         monkeypatch.setattr(kernels.long_projection, "CHUNK", 16)
 
 
-def check(
-    kernels: ModuleType, z: Tensor, w: Tensor, tau: Tensor, regularization: str = "l2"
-) -> tuple[Tensor, ...]:
-    """Results and gradients of rows of float32 or less, to one unit of their last place."""
-    got = kernels.permutahedron(z, w, tau, regularization)
-    want = reference.permutahedron(z, w, tau, regularization)
-    unit = torch.finfo(z.dtype).eps
-    torch.testing.assert_close(got[0], want[0], rtol=unit, atol=0, equal_nan=True)
-    for a, b in zip(got[1:], want[1:], strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-    grad = randn(*z.shape, seed=5).to(z.dtype)
-    for want_w in (False, True):
-        given = (grad, z, w, tau, *want[1:], regularization, want_w)
-        pulled = zip(
-            kernels.permutahedron_backward(*given), reference.permutahedron_backward(*given), strict=True
-        )
-        for a, b in pulled:
-            assert a.shape == b.shape and a.dtype == b.dtype
-            sharp = 1e-12 if b.dtype == torch.float64 else torch.finfo(b.dtype).eps
-            scale = b.nan_to_num(posinf=0, neginf=0).abs().max().item() if b.numel() else 0
-            torch.testing.assert_close(a, b, rtol=sharp, atol=sharp * scale, equal_nan=True)
-    return got
-
-
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
 def test_rows_as_by_the_formula(kernels: ModuleType, n: int) -> None:
     for kind, tau in itertools.product(("normal", "ranks", "top k", "ascending w", "a cascade"), (0.05, 3.0)):
@@ -69,9 +44,7 @@ def test_rows_as_by_the_formula(kernels: ModuleType, n: int) -> None:
 
 
 def test_every_kind_of_row_at_every_tau(kernels: ModuleType) -> None:
-    taus = (1e-250, 1e-30, 0.1, 30.0, 1e250)
-    rows = [(*ROWS[kind](40), f64(tau)) for kind, tau in itertools.product(ROWS, taus)]
-    z, w, tau = (torch.stack(values) for values in zip(*rows, strict=True))
+    z, w, tau = table(40, (1e-250, 1e-30, 0.1, 30.0, 1e250))
     check(kernels, z.float(), w.float(), tau)
 
 
@@ -152,9 +125,7 @@ def kl(which: None, request: pytest.FixtureRequest) -> None:
 
 def test_kl_of_every_kind_of_row(kernels: ModuleType, kl: None) -> None:
     """Also where e^u is far from what a number of float64 can be."""
-    taus = (1e-250, 1e-3, 1.0, 30.0, 1e250)
-    rows = [(*ROWS[kind](33), f64(tau)) for kind, tau in itertools.product(ROWS, taus)]
-    z, w, tau = (torch.stack(values) for values in zip(*rows, strict=True))
+    z, w, tau = table(33, (1e-250, 1e-3, 1.0, 30.0, 1e250))
     check(kernels, z.float(), w.float(), tau, "kl")
 
 
