@@ -7,7 +7,6 @@ headline.json and headline.md; `make figures` draws them.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 from collections.abc import Callable
@@ -99,8 +98,7 @@ def text(results: report.Results) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="beside softmax, entmax and torch.topk")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each call")
+    parser = report.parser("beside softmax, entmax and torch.topk", seconds=0.5)
     parser.add_argument("--cpu-time", action="store_true", help="of one thread: steadier where others work")
     args = parser.parse_args()
     clock = timing.clock(args.cpu_time)

@@ -14,7 +14,6 @@ from scratch on the selected pixels, which judges the choice itself. All are on 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ import khot
 from benchmarks import report
 from khot.nn import Anneal
 from reproduce.harness.data import Images, load_digits
+from reproduce.harness.reporting import spread
 
 K, BATCH, RATE = 10, 64, 0.03
 TAUS = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
@@ -130,9 +130,7 @@ def main() -> None:
         rows = []
         for setting in settings:
             found = [measure(setting, images, args.steps, seed) for seed in range(args.seeds)]
-            spread = statistics.stdev if args.seeds > 1 else lambda _: 0.0
-            figures = [f"{statistics.mean(x):.1f} ± {spread(x):.1f}" for x in zip(*found, strict=True)]
-            rows.append([setting.name, *figures])
+            rows.append([setting.name, *(spread(figures, 1) for figures in zip(*found, strict=True))])
         header = [title, "weights of the training", "eval mode", "trained anew on the choice"]
         print("\n" + report.table(header, rows), end="", flush=True)
 

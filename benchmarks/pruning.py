@@ -165,6 +165,12 @@ def falling(steps: int) -> khot.nn.Anneal:
     return khot.nn.Anneal(1.0, 0.01, steps)
 
 
+def keep_in_eval_mode(model: nn.Module, step: int, steps: int) -> None:
+    if step >= steps * 3 // 4:
+        for module, _ in weights(model):
+            module.eval()
+
+
 def in_three_parts(model: nn.Module, amount: float, steps: int) -> Step:
     tau = falling(steps // 4)
 
@@ -173,9 +179,7 @@ def in_three_parts(model: nn.Module, amount: float, steps: int) -> Step:
             khot.nn.prune_global(weights(model), amount, tau=tau)
         elif steps // 2 < step < steps * 3 // 4:
             tau.step()
-        if step >= steps * 3 // 4:
-            for module, _ in weights(model):
-                module.eval()
+        keep_in_eval_mode(model, step, steps)
 
     return before
 
@@ -189,9 +193,7 @@ def by_score(model: nn.Module, amount: float, steps: int) -> Step:
         if step:
             size.step()
             tau.step()
-        if step >= steps * 3 // 4:
-            for module, _ in weights(model):
-                module.eval()
+        keep_in_eval_mode(model, step, steps)
 
     return before
 

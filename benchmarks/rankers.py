@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from benchmarks import report, timing
 from khot import losses
-from reproduce.harness import data
+from reproduce.harness import data, reporting
 
 SEEDS, RATES, STEPS, HIDDEN, PLACES = range(8), (0.001, 0.003, 0.01), 400, 32, 10
 RESULTS = Path(__file__).parent / "results" / "rankers"
@@ -118,7 +118,7 @@ LOSSES: dict[str, Loss] = {
     "ApproxNDCG": approx_ndcg,
     "NeuralNDCG": neural_ndcg,
 }
-OURS, RIVAL = "log_rank_loss", "RankNet"
+OURS = "log_rank_loss"
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -283,29 +283,25 @@ def chosen(results: report.Results, place: str, name: str) -> list[float]:
     return [100 * run[rate][1] for run in runs]
 
 
+def lead(results: report.Results, place: str, name: str) -> str:
+    """Ours less another loss: mean and standard error of the seeds' differences."""
+    both = zip(chosen(results, place, OURS), chosen(results, place, name), strict=False)
+    gains = [a - b for a, b in both]
+    error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return f"{statistics.mean(gains):+.2f} ± {error:.2f}" if gains else "–"
+
+
 def write(results: report.Results, folder: Path) -> None:
-    rows, paired = [], []
-    for name in LOSSES:
-        row = [name if name not in (OURS, "ndcg_loss") else f"`{name}`"]
-        for place in SETS:
-            scores = chosen(results, place, name)
-            spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-            row.append(f"{statistics.mean(scores):.1f} ± {spread:.1f}" if scores else "–")
-        rows.append(row)
-        if name == OURS:
-            continue
-        row = [name if name != "ndcg_loss" else f"`{name}`"]
-        for place in SETS:
-            both = list(zip(chosen(results, place, OURS), chosen(results, place, name), strict=False))
-            gains = [a - b for a, b in both]
-            error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-            row.append(f"{statistics.mean(gains):+.2f} ± {error:.2f}" if gains else "–")
-        paired.append(row)
+    label = {name: f"`{name}`" if hasattr(losses, name) else name for name in LOSSES}
+    rows = [
+        [label[name], *(reporting.spread(chosen(results, place, name), 1) for place in SETS)]
+        for name in LOSSES
+    ]
+    paired = [
+        [label[name], *(lead(results, place, name) for place in SETS)] for name in LOSSES if name != OURS
+    ]
     times = [
-        [
-            f"`{name}`" if name in (OURS, "ndcg_loss") else name,
-            *(f"{t[name]:.2g}" if name in t else "–" for t in results["times"].values()),
-        ]
+        [label[name], *(f"{t[name]:.2g}" if name in t else "–" for t in results["times"].values())]
         for name in LOSSES
     ]
     seeds = max((len(chosen(results, place, OURS)) for place in SETS), default=0)
