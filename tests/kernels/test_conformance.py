@@ -92,13 +92,14 @@ def heavy(g: Generator, shape: tuple[int, ...]) -> Tensor:
 
 
 def shares(g: Generator, shape: tuple[int, ...]) -> Tensor:
-    """Probabilities, of which every row has a whole sum where its length is even."""
+    """Probabilities, of which every row has a whole sum where its length is even, and certain ones."""
     half = torch.rand(*shape[:-1], shape[-1] // 2, generator=g, dtype=torch.float64) * 0.9 + 0.05
-    return torch.cat((half, 1 - half, torch.full((*shape[:-1], shape[-1] % 2), 0.5)), -1).double()
+    half[..., 1::8] = 0
+    return torch.cat((half, 1 - half, torch.full((*shape[:-1], shape[-1] % 2), 0.3)), -1).double()
 
 
 def logits(g: Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.logit(shares(g, shape))
+    return torch.logit(shares(g, shape).clamp(0.01, 0.99))
 
 
 def steps(g: Generator, shape: tuple[int, ...]) -> Tensor:
@@ -437,11 +438,11 @@ KERNELS: dict[str, Kernel] = {
     ),
     "order_sample": Kernel(
         ("order_sample",), lambda on, a: (on("order_sample")(a["x"], a["k"], SEED),),
-        {"x": normal}, {"k": whole}, {}, dtypes=(torch.float64, torch.float32), kinds=PLAIN, exact=ROUNDED,
+        {"x": normal}, {"k": whole}, {}, dtypes=(torch.float64, torch.float32), exact=ROUNDED,
     ),
     "pareto_sample": Kernel(
-        ("pareto_sample",), lambda on, a: (on("pareto_sample")(a["x"], SEED, 10.0, 1e-4)[0],),
-        {"x": shares}, {}, {}, dtypes=(torch.float64, torch.float32), kinds=("normal",), exact=ROUNDED,
+        ("pareto_sample",), lambda on, a: (on("pareto_sample")(a["x"], SEED, 2.5, 1e-4)[0],),
+        {"x": shares}, {}, {}, kinds=("normal",), exact=ROUNDED,
     ),
     "conditional_poisson_sample": Kernel(
         ("conditional_poisson_sample",),
