@@ -256,7 +256,8 @@ def laplace(name: str) -> Kernel:
 
     return Kernel(
         (f"laplace_{name}", f"laplace_{name}_backward"), call, {"x": normal, "v": normal},
-        {"tau": temperature}, {"x": (NAN, -NAN), "tau": TAU}, spoiled=(0, 3), kinds=PLAIN,
+        {"tau": temperature}, {"x": (NAN, -NAN), "tau": TAU}, kinds=PLAIN,
+        spoiled=None if name == "count" else (0, 2, 3, 5),
     )  # fmt: skip
 
 
@@ -659,7 +660,7 @@ def test_a_row_without_an_answer_is_nan_alone(engine: str, name: str, on: Engine
     good = kernel.call(on, given)
     for row, (key, value) in enumerate(bad):
         given[key] = given[key].clone()
-        given[key][(row, 3) if key in kernel.rows else row] = value
+        given[key][(row, (3, 17)[row % 2]) if key in kernel.rows else row] = value
     found = kernel.call(on, given)
     alike([v[len(bad) :] for v in found], [v[len(bad) :] for v in good], SAME[engine])
     for i, result in enumerate(found):

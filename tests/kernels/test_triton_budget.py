@@ -319,16 +319,3 @@ def test_the_mask_when_all_is_spent_and_without_a_limit(kernels: ModuleType) -> 
     x = -torch.arange(10, dtype=torch.float64).expand(9, -1)
     budget = torch.tensor([*(sum([0.1] * many) for many in range(1, 9)), INF], dtype=torch.float64)
     assert kernels.budget_mask(x, cost, budget).sum(-1).tolist() == [*range(3, 11), 10]
-
-
-def test_a_bad_row_of_the_mask_is_nan_from_its_start(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is bad comes in the last chunk of a long row, when the others are written."""
-    monkeypatch.setattr(kernels.greedy, "WIDTH", 64)
-    monkeypatch.setattr(kernels.greedy, "RANKED", 100)
-    x = -torch.arange(150.0).expand(3, -1)
-    cost = torch.ones_like(x)
-    cost[1, 149] = -1
-    y = kernels.budget_mask(x, cost, torch.tensor([5.0, 5.0, NAN], dtype=torch.float64))
-    assert y[0].sum() == 5 and y[1:].isnan().all()

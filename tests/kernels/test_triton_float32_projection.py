@@ -15,7 +15,7 @@ import oracles
 from khot._kernels.reference import permutahedron as reference
 from projection_rows import ROWS, check, f64, randn, ranks, table
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
 
 
 @pytest.fixture(autouse=True, params=["short", "long"])
@@ -86,17 +86,12 @@ def test_equal_scores_share_and_an_entry_alone_has_its_w(kernels: ModuleType) ->
         check(kernels, z, w, f64(1e-3))
 
 
-def test_infinite_scores_and_weights_and_rows_without_an_answer(kernels: ModuleType) -> None:
+def test_infinite_scores_and_weights(kernels: ModuleType) -> None:
     z = torch.tensor([[0.3, INF, -INF, -0.7, INF, 1.1, -INF], [INF, INF, INF, INF, 0.0, -INF, 2.0]])
     for tau in (0.5, 1e-200, 1e200):
         check(kernels, z, ranks(7).float(), f64(tau))
     w = torch.tensor([[1.0, INF, 0.0, 0.5], [INF, -INF, INF, 2.0], [-INF, 1.0, 0.0, 0.5]])
     check(kernels, ranks(4).float().expand(3, 4), w, f64([1.0, 1e3, 1.0]))
-    z, w = randn(7, 6).float(), randn(7, 6, seed=1).float()
-    z[1, 4], w[2, 0] = NAN, NAN
-    tau = f64([1.0, 1.0, 1.0, NAN, 0.0, INF, -1.0])
-    y = kernels.permutahedron(z, w, tau, "l2")[0]
-    assert not y[0].isnan().any() and y[1:].isnan().all()
 
 
 def test_sorted_rows_and_w_of_another_batch_or_dtype(kernels: ModuleType) -> None:
@@ -129,15 +124,9 @@ def test_kl_of_every_kind_of_row(kernels: ModuleType, kl: None) -> None:
     check(kernels, z.float(), w.float(), tau, "kl")
 
 
-def test_kl_of_far_entries_infinities_and_halves(kernels: ModuleType, kl: None) -> None:
+def test_kl_of_far_entries_and_infinities(kernels: ModuleType, kl: None) -> None:
     z = torch.tensor([[2e20, 5e13, 0.5, 0.3, 0.1], [3e38, 2e38, 0.2, 0.1, -3e38], [INF, 1.0, INF, -INF, 0.0]])
     for w in (torch.tensor([1e20, 1e10, 3.0, 2.0, 1.0]), torch.tensor([7.0, 3.0, 2.5, 2.0, 1.0])):
         check(kernels, z, w, f64([1.0, 1e-3, 0.5]), "kl")
     w = torch.tensor([[1.0, INF, 0.0, 0.5], [INF, 3.0, INF, 2.0], [-INF, 1.0, 0.0, 0.5]])
     check(kernels, ranks(4).float().expand(3, 4), w, f64([1.0, 1e3, 1.0]), "kl")
-    z, w = randn(7, 6).float(), randn(7, 6, seed=1).float()
-    z[1, 4], w[2, 0] = NAN, NAN
-    y = kernels.permutahedron(z, w, f64([1.0, 1.0, 1.0, NAN, 0.0, INF, -1.0]), "kl")[0]
-    assert not y[0].isnan().any() and y[1:].isnan().all()
-    for dtype in (torch.half, torch.bfloat16):
-        check(kernels, randn(5, 9).to(dtype), randn(9, seed=1).to(dtype), f64(0.3), "kl")

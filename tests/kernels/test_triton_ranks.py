@@ -11,7 +11,7 @@ from torch import Tensor
 
 from khot._kernels.reference import laplace as reference
 
-INF, NAN = torch.inf, torch.nan
+INF = torch.inf
 TAUS = [1e-3, 1.0, 30.0]
 #: How far a sum of float32 may be off, in units of its largest terms: the rounding of a few of them.
 ROUNDED = 2e-6
@@ -125,12 +125,6 @@ def test_ranks_of_long_rows(
     tau = torch.tensor([0.05, 3.0], dtype=torch.float64).repeat(5)
     eps = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
     check_ranks(kernels, x, tau, eps)
-    x[0, 3], tau[1] = NAN, 0
-    rank, order, place = kernels.laplace_count(x, None, tau)
-    assert rank[:2].isnan().all() and not rank[2:].isnan().any()
-    dx, _, dtau = kernels.laplace_count_backward(torch.ones_like(x), x, order, None, place, tau, True)
-    assert dx[:2].isnan().all() and dtau[:2].isnan().all()
-    assert not dx[2:].isnan().any() and not dtau[2:].isnan().any()
 
 
 # ------------------------------------------------------------------------------------------- sorts
@@ -209,11 +203,6 @@ def test_sorts_of_long_rows(
     eps = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
     check_sorts(kernels, x, tau, eps)
     check_sorts(kernels, x[:2], tau[:2], eps, want_tau=False)
-    x[0, 3], tau[1] = NAN, 0
-    _, t, order, place = kernels.laplace_thresholds(x, None, tau)
-    assert t[:2].isnan().all() and not t[2:].isnan().any()
-    dx, *_ = kernels.laplace_thresholds_backward(torch.ones_like(x), x, order, None, place, tau, False)
-    assert dx[0].isnan().any() and dx[1].isnan().all() and not dx[2:].isnan().any()
 
 
 @pytest.mark.parametrize("short", [2048, 64], ids=["short", "long"])

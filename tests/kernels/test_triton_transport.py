@@ -76,15 +76,9 @@ def test_rows_of_every_kind(kernels: ModuleType, n: int, k: int, epsilon: float)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_the_program_sorts(kernels: ModuleType, dtype: torch.dtype) -> None:
-    """By a number for each row; where it is none, the row has no answer."""
+    """By a number for each row."""
     epsilon = torch.tensor([0.5, 0.3, 2.0, 0.1, 0.7, 0.4, 1.0, 1.0, 1.0], dtype=torch.float64)
     check(kernels, rows(13, 4, dtype), 4, epsilon)
-    bad = torch.tensor([0.0, -1.0, INF, NAN, 0.5, 0.5, 1.0, 1.0, 1.0], dtype=torch.float64)
-    y, *places = kernels.sorted_soft_topk(rows(13, 4, dtype), 4, bad)
-    dx, depsilon = kernels.sorted_soft_topk_backward(y, rows(13, 4, dtype), bad, *places)
-    for result in (y.flatten(1), places[1], places[2], dx, depsilon.unsqueeze(-1)):
-        assert result.isnan().all(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 3
-        assert result.isnan().any(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 3
 
 
 @pytest.mark.parametrize("sorted_entries", [0, 1024])
