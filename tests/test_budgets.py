@@ -479,7 +479,7 @@ def test_the_nucleus_has_the_gradient_of_the_soft_one(dtype: torch.dtype) -> Non
         mask = logits.detach() < 1
         mask[:, 0] = True
         wide = logits.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        p, tau = f64(0.5, 0.9, 0.99, 1), torch.tensor(0.7, dtype=torch.float64)
+        p, tau = f64(0.5, 0.9, 0.99, 0.999), torch.tensor(0.7, dtype=torch.float64)
         inputs = [p.requires_grad_(), tau.requires_grad_()]
         log_p = wide.masked_fill(~mask, -INF).log_softmax(-1)
         soft = khot.soft_budget(log_p, log_p.exp(), p, tau=tau)
@@ -491,6 +491,16 @@ def test_the_nucleus_has_the_gradient_of_the_soft_one(dtype: torch.dtype) -> Non
             torch.testing.assert_close(a, b.to(a.dtype))
         hidden = logits.detach().masked_fill(~mask, NAN)
         assert torch.equal(khot.nucleus_mask(hidden, p.detach(), mask=mask), y.detach().round())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_nucleus_of_everything_has_no_gradient(dtype: torch.dtype) -> None:
+    """Softmax may sum to a little more than 1, and improbable entries would get what is left."""
+    g = torch.Generator().manual_seed(0)
+    logits, v = (torch.randn(20, 30, generator=g).to(dtype) for _ in range(2))
+    logits, p = (8 * logits).requires_grad_(), torch.tensor(1.0, requires_grad=True)
+    (khot.nucleus_mask(logits, p, tau=0.5) * v).sum().backward()
+    assert torch.equal(logits.grad, torch.zeros_like(logits)) and p.grad == 0
 
 
 def test_the_gradient_of_a_nucleus_under_transforms() -> None:

@@ -13,7 +13,7 @@ from khot import cdfs
 from khot._core import arguments, eager, rows
 from khot._core.arguments import Scalar
 from khot._core.names import unknown
-from khot._core.precision import at_least_single, widen
+from khot._core.precision import at_least_single, on, widen
 from khot._core.torch_internals import forward_mode_is_on, transforms_are_on
 from khot._core.ways import by_rows
 from khot._ops.budget_mask import greedy_mask
@@ -251,7 +251,7 @@ def nucleus_mask(
 
     The gradient in logits, p and tau is a surrogate (straight-through), as with ``hard=True`` elsewhere: that
     of the soft nucleus ``soft_budget(log_p, log_p.exp(), p, tau=tau)``, where log_p are the
-    log-probabilities.
+    log-probabilities. With p = 1 it is 0.
 
     Raises:
         ValueError: p outside [0, 1]; tau ≤ 0; a mask or scalar that does not broadcast. (The values of
@@ -276,6 +276,9 @@ def nucleus_mask(
         log_p = at_least_single(x).log_softmax(-1)
         cost = log_p.exp().nan_to_num(0)  # in a row without probabilities, which is NaN by its log_p
         spent = share if x.shape[-1] else 0 * share  # rows without entries can spend nothing
+        # p = 1 is all of them: of a sum that is rounded to more, improbable entries would pay for the rest
+        every = widen(cost.detach()).sum(-1)
+        spent = torch.where(on(x.device, share.detach()) == 1, spent + (every - spent).detach(), spent)
         soft = budget_map(log_p, cost, spent, scale, cdfs.Logistic(), "score", False).to(x.dtype)
         y = y + (soft - soft.detach())
     return arguments.unrows(y, logits, dim)
