@@ -235,6 +235,17 @@ def test_load_figures() -> None:
     assert routing.dropped >= 0.5
 
 
+def test_an_idle_expert_has_no_gradient_of_the_entropy() -> None:
+    router = make("token", "uniform", tau=0.1)
+    with torch.no_grad():
+        router.weight[:, 0] = torch.tensor([4.0, 3.9, 0.0, 0.0])
+    x = torch.eye(DIM, dtype=torch.float64)[:1]  # the selection is flat, too
+    routing = router(x)
+    assert routing.load.tolist()[2:] == [0, 0]
+    routing.entropy.backward()
+    assert not router.weight.grad.isnan().any()
+
+
 @both
 def test_bf16_routes_in_float32(name: str) -> None:
     router = make(name).bfloat16().eval()

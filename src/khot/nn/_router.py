@@ -62,8 +62,9 @@ def tokens_of(router: Any, input: Tensor, mask: Tensor | None) -> tuple[Tensor, 
 
 def evenness(load: Tensor) -> Tensor:
     """The entropy of a load (experts,), divided by that of an even one."""
-    share = load / load.sum().clamp(min=torch.finfo(load.dtype).tiny)
-    return torch.special.entr(share).sum() / math.log(load.shape[0])
+    # an idle expert adds nothing, and has no gradient: that of p log p is infinite at 0
+    load = load.clamp(min=torch.finfo(load.dtype).tiny)
+    return torch.special.entr(load / load.sum()).sum() / math.log(load.shape[0])
 
 
 class Router(LeftSoft):
