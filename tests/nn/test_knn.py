@@ -158,14 +158,15 @@ def test_candidates_without_templates() -> None:
     assert p.shape == (2, 4) and p.isnan().all()
 
 
-def test_gradients_do_not_depend_on_padding() -> None:
+@pytest.mark.parametrize("candidates", [None, 5, 9])
+def test_gradients_do_not_depend_on_padding(candidates: int | None) -> None:
     query, template, label = normal(4, 3).float().requires_grad_(), normal(9, 3, seed=1).float(), labels(9)
     mask, grads = torch.arange(9) < 8, []
-    for padding in (0.0, 1e15, math.nan):
-        template = template.index_fill(0, torch.tensor(8), padding)
-        loss = SoftKNN(2, 4, candidates=5).loss(query, labels(4), template, label, mask)
-        grads += torch.autograd.grad(loss, query)
-    torch.testing.assert_close(grads[1:], grads[:1] * 2)
+    for padding in (0.0, 1e15, math.nan, math.inf):
+        template = template.detach().index_fill(0, torch.tensor(8), padding).requires_grad_()
+        loss = SoftKNN(2, 4, candidates=candidates).loss(query, labels(4), template, label, mask)
+        grads += torch.autograd.grad(loss, (query, template))
+    torch.testing.assert_close(grads[2:], grads[:2] * 3)
 
 
 def test_fewer_templates_than_k() -> None:

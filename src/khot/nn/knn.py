@@ -58,7 +58,8 @@ class SoftKNN(LeftSoft):
         label: int64, (..., m), of the templates.
 
         mask: bool, broadcastable to (..., q, m); True where a template may be a neighbour: False for padding,
-        and on the diagonal (``~torch.eye(m, dtype=torch.bool)``) where the queries are the templates.
+        which is ignored, even NaN and inf, and on the diagonal (``~torch.eye(m, dtype=torch.bool)``) where
+        the queries are the templates.
 
         output: probabilities (..., q, num_classes) of the query's dtype, computed in float32 at least. NaN
         where no template may be a neighbour.
@@ -125,6 +126,8 @@ class SoftKNN(LeftSoft):
 
     def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
         self._check(query, template, label)
+        if mask is not None:
+            template = _without_padding(query, template, mask)
         k = current(self.k)
         if self.candidates is None:
             near = arguments.rows(-_distances(at_least_single(query), at_least_single(template)), -1, mask)
@@ -232,6 +235,20 @@ class SoftKNN(LeftSoft):
         return describe(k=self.k, num_classes=self.num_classes, tau=self.tau, cdf=self.cdf, **among)
 
 
+def _pairs(query: Tensor, template: Tensor, mask: Tensor) -> Tensor:
+    """The mask for all pairs, (..., q, m)."""
+    batch = arguments.broadcast_shape(query.shape[:-2], template.shape[:-2])
+    return arguments.mask_rows(
+        mask, query.new_empty(1).expand(*batch, query.shape[-2], template.shape[-2]), -1
+    )
+
+
+def _without_padding(query: Tensor, template: Tensor, mask: Tensor) -> Tensor:
+    """The templates, 0 where none of the queries may choose them: NaN times a gradient of 0 would be NaN."""
+    choosing = _pairs(query, template, mask).any(-2).long().sum_to_size(template.shape[:-1])
+    return template.masked_fill((choosing == 0).unsqueeze(-1), 0)
+
+
 def _distances(query: Tensor, template: Tensor) -> Tensor:
     if to_onnx():  # it has no cdist
         return (query.unsqueeze(-2) - template.unsqueeze(-3)).norm(dim=-1)
@@ -251,7 +268,7 @@ def _nearest(
     batch = arguments.broadcast_shape(query.shape[:-2], template.shape[:-2])
     query, template = (x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, template))
     pairs = *batch, query.shape[-2], template.shape[-2]
-    closed = None if mask is None else ~arguments.mask_rows(mask, query.new_empty(1).expand(pairs), -1)
+    closed = None if mask is None else ~_pairs(query, template, mask)
     # products lose digits far from the origin
     known = template.detach().nan_to_num(0, 0, 0)
     known = known if closed is None else known.masked_fill(closed.all(-2).unsqueeze(-1), 0)
