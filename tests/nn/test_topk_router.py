@@ -143,6 +143,15 @@ def test_capacity_drops_what_comes_last(capacity: float, masked: bool) -> None:
     assert whole.dropped == 0 and (capacity < 100) == bool(got.dropped > 0)
 
 
+def test_a_capacity_without_limit_drops_nothing() -> None:
+    x, none = floats(20, D), torch.zeros(20, dtype=torch.bool)
+    free, router = TopKRouter(D, E, K), TopKRouter(D, E, K, capacity=math.inf)
+    with_weight(router, free.weight)
+    for options in ({}, {"mask": none}, {"k": torch.tensor(1)}, {"k": torch.tensor(0)}):
+        for a, b in zip(router(x, **options), free(x, **options), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_an_even_share_is_no_expert_too_many() -> None:
     """Sizes of which the float32 share is rounded up."""
     for tokens, experts, k in ((25, 5, 3), (15 * 17, 60, 4), (1001, 7, 3)):

@@ -215,7 +215,7 @@ class TopKRouter(nn.Module):
         if self.capacity is not None:
             if not isinstance(tokens, Tensor):
                 tokens = torch.full((), tokens, dtype=wide, device=x.device)
-            each, wanted = (self.k, tokens) if others is None else (1, count.sum().to(wide))
+            each, wanted = (self.k, tokens) if others is None else (1, count.sum().to(wide).clamp(min=1))
             most = (self.capacity * each * wanted / self.num_experts).ceil()
             beyond = self._beyond(indices, most)
             if lost is None:
