@@ -127,6 +127,14 @@ def test_great_numbers_do_not_overflow() -> None:
     assert khot.quantile(torch.tensor([65504.0, -65504.0]).half(), 0.25).item() == -32752
 
 
+def test_other_types_of_numbers() -> None:
+    x = torch.arange(5e6, dtype=torch.float64)
+    for q in (np.float32(0.3), np.float64(0.3), np.int64(1), Fraction(1, 3)):
+        assert khot.quantile(x, q) == khot.quantile(x, float(q))
+        assert khot.quantile(x, q, mask=x < 5) == khot.quantile(x, float(q), mask=x < 5)
+        assert khot.soft_quantile(x[:5], q) == khot.soft_quantile(x[:5], float(q))
+
+
 def test_position_is_computed_in_float64() -> None:
     """In float32, 0.3 (n − 1) is wrong here."""
     n = 2**25 + 4

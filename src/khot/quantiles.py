@@ -178,7 +178,7 @@ def quantile(
         if row.limit(x) == 0:
             raise ValueError(_empty(input))
         if one_number:
-            arguments.check_number(q, "q", low=0, high=1)
+            arguments.check_scalar(q, "q", low=0, high=1)
             return x, x, flat, chosen, axis
         return x, arguments.quantile_levels(q, x), flat, chosen, axis
 
@@ -187,7 +187,7 @@ def quantile(
     if row.limit(x) == 0:
         raise ValueError(_empty(input))
     if one_number:
-        value = _at_number(x, q * (x.shape[-1] - 1), interpolation)
+        value = _at_number(x, float(q) * (x.shape[-1] - 1), interpolation)
         return value.reshape(_kept(input, dim)) if keepdim else value.squeeze(-1)
     if weights is not None:
         w = arguments.of_entries(weights, "weights", input, -1 if dim is None else dim, mask)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,25 @@ each_with_own_parameters = pytest.mark.parametrize(
     [r for r in LAYERS if r.owns_parameters and not re.match("MixtureOfExperts|prune|.*annealed", r.name)],
     ids=lambda row: row.name,
 )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda k: khot.nn.SoftTopK(k),
+        lambda k: khot.nn.TokenChoiceRouter(3, 4, k),
+        lambda k: khot.nn.TokenChoiceRouter(3, 4, k, balancer=khot.nn.QuantileBalancer(4, 2)),
+        lambda k: khot.nn.TokenChoiceRouter(3, 4, k, learnable_k=True),
+        lambda k: khot.nn.BalancedRouter(3, 4, k),
+        lambda k: khot.nn.ExpertChoiceRouter(3, 4, k),
+        lambda k: khot.nn.SoftKNN(k, 2),
+        lambda k: khot.nn.TopKAttention(4, 1, k),
+        lambda k: khot.nn.KHotGate(4, k),
+    ],
+)
+def test_other_types_of_numbers(make: Callable[[Any], nn.Module]) -> None:
+    for two in (np.int64(2), np.float32(2), torch.tensor(2), torch.tensor(2.0)):
+        assert make(two).state_dict().keys() == make(2).state_dict().keys()
 
 
 def test_every_layer_is_in_the_table() -> None:

@@ -14,7 +14,7 @@ from khot.cdfs import CDF, CDFName
 from khot.nn._bias import Biased
 from khot.nn._router import Router
 from khot.nn._state import Grouped, observes
-from khot.nn._values import Value, current, describe
+from khot.nn._values import Value, current, describe, positive
 
 __all__ = ["BalancedRouter"]
 
@@ -94,7 +94,9 @@ class BalancedRouter(Biased, Grouped, Router):
         if not self.cdf.full_support:
             raise ValueError(f"cdf must have full support, such as 'logistic' or 'normal', but got {cdf!r}")
         if not isinstance(k, nn.Module):
-            arguments.check_number(k, "k", low=1, high=num_experts)
+            arguments.check_scalar(k, "k", low=1, high=num_experts)
+        if isinstance(k, Tensor):  # of one number
+            positive(k, "k")
         self.k, self.group = k, group
         self.register_buffer("bias", torch.empty(num_experts, device=device, dtype=torch.float32))
         self.reset_parameters()

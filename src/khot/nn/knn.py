@@ -111,7 +111,9 @@ class SoftKNN(LeftSoft):
         super().__init__()
         arguments.check_integer(num_classes, "num_classes", low=1)
         if not isinstance(k, nn.Module):
-            arguments.check_number(k, "k", low=1, high=math.inf)
+            arguments.check_scalar(k, "k", low=1)
+        if isinstance(k, Tensor):  # of one number
+            positive(k, "k")
         arguments.check_flags(learnable_tau=learnable_tau)
         if candidates is not None:
             arguments.check_integer(candidates, "candidates", low=1)
