@@ -152,7 +152,8 @@ def log_prob(
 
     Args:
         value: S as a k-hot vector, 0 and 1 (or bool); broadcasts with logits, so that draws have their dims
-            in front. Of packed rows in a floating-point dtype, as they are drawn.
+            in front. Of packed rows one draw (N,), in a floating-point dtype, as they are drawn; for several,
+            take ``torch.vmap`` over them.
         logits, k, dim: as for :func:`log_normalizer`.
         offsets: of packed rows, as for :func:`khot.soft_topk`.
 
