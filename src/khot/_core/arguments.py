@@ -502,8 +502,8 @@ def check_number(value: Any, name: str, *, low: float, high: float) -> None:
 def quantile_levels(q: Any, x: Tensor) -> Tensor:
     """The levels of quantiles of rows x, which are in [0, 1], as a tensor of at most one dim."""
     if not isinstance(q, Tensor):
-        q = _number(q, "q", low=0, high=1, low_open=False, integer=False)
-        return torch.full((), q, dtype=precision.wide_dtype(x.device), device=x.device)
+        check_scalar(q, "q", low=0, high=1)
+        return torch.full((), float(q), dtype=precision.wide_dtype(x.device), device=x.device)
     check_real(q, "q")
     check_has_values(q, "q", x)
     if q.dim() > 1:

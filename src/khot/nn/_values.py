@@ -16,7 +16,7 @@ from khot._core.precision import widen
 from khot._core.torch_internals import is_transformed
 from khot._ops.selectable import selectable
 
-__all__ = ["SEVERAL", "Positive", "Value", "available", "current", "describe", "positive"]
+__all__ = ["SEVERAL", "Positive", "Value", "available", "current", "describe", "number", "positive"]
 
 # After so many passes in train mode a layer was not just tried out: it was trained.
 SEVERAL = 10
@@ -25,6 +25,11 @@ Value = float | nn.Module  # a module is called without arguments and returns th
 
 
 def positive(value: Value, name: str) -> Value:
+    """The value, checked to be > 0 if it is a number."""
+    return number(value, name, low=0, low_open=True)
+
+
+def number(value: Value, name: str, *, low: float, high: float = math.inf, low_open: bool = False) -> Value:
     """The value, checked if it is a number."""
     if isinstance(value, Tensor) and value.dim() > 0:
         raise ValueError(
@@ -32,7 +37,7 @@ def positive(value: Value, name: str) -> Value:
             "functions such as khot.soft_topk take one for each row"
         )
     if not isinstance(value, nn.Module):
-        arguments.per_row(value, name, torch.empty(1), low=0, low_open=True)
+        arguments.per_row(value, name, torch.empty(1), low=low, high=high, low_open=low_open)
     return value
 
 

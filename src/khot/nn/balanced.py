@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from khot import masks
-from khot._core import arguments
 from khot.assignment import soft_assign
 from khot.cdfs import CDF, CDFName
 from khot.nn._bias import Biased
 from khot.nn._router import Router
 from khot.nn._state import Grouped, observes
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._values import Value, current, describe, number
 
 __all__ = ["BalancedRouter"]
 
@@ -93,10 +92,7 @@ class BalancedRouter(Biased, Grouped, Router):
         super().__init__(in_features, num_experts, tau, cdf, device, dtype)
         if not self.cdf.full_support:
             raise ValueError(f"cdf must have full support, such as 'logistic' or 'normal', but got {cdf!r}")
-        if not isinstance(k, nn.Module):
-            arguments.check_scalar(k, "k", low=1, high=num_experts)
-        if isinstance(k, Tensor):  # of one number
-            positive(k, "k")
+        k = number(k, "k", low=1, high=num_experts)
         self.k, self.group = k, group
         self.register_buffer("bias", torch.empty(num_experts, device=device, dtype=torch.float32))
         self.reset_parameters()

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from khot import cdfs, masks
 from khot._core import arguments
@@ -17,7 +17,7 @@ from khot._ops.selected import Where, best_of_product, selected_dot
 from khot.cdfs import CDF, CDFName
 from khot.nn._export import to_onnx
 from khot.nn._left_soft import LeftSoft
-from khot.nn._values import Positive, Value, available, current, describe, positive
+from khot.nn._values import Positive, Value, available, current, describe, number, positive
 from khot.selection import topk
 
 __all__ = ["SoftKNN"]
@@ -110,10 +110,7 @@ class SoftKNN(LeftSoft):
     ) -> None:
         super().__init__()
         arguments.check_integer(num_classes, "num_classes", low=1)
-        if not isinstance(k, nn.Module):
-            arguments.check_scalar(k, "k", low=1)
-        if isinstance(k, Tensor):  # of one number
-            positive(k, "k")
+        k = number(k, "k", low=1)
         arguments.check_flags(learnable_tau=learnable_tau)
         if candidates is not None:
             arguments.check_integer(candidates, "candidates", low=1)
@@ -129,7 +126,8 @@ class SoftKNN(LeftSoft):
     def forward(self, query: Tensor, template: Tensor, label: Tensor, mask: Tensor | None = None) -> Tensor:
         self._check(query, template, label)
         if mask is not None:
-            template = _without_padding(query, template, mask)
+            mask = _pairs(query, template, mask)
+            template = _without_padding(template, mask)
         k = current(self.k)
         if self.candidates is None:
             near = arguments.rows(-_distances(at_least_single(query), at_least_single(template)), -1, mask)
@@ -245,9 +243,10 @@ def _pairs(query: Tensor, template: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-def _without_padding(query: Tensor, template: Tensor, mask: Tensor) -> Tensor:
-    """The templates, 0 where none of the queries may choose them: NaN times a gradient of 0 would be NaN."""
-    choosing = _pairs(query, template, mask).any(-2).long().sum_to_size(template.shape[:-1])
+def _without_padding(template: Tensor, mask: Tensor) -> Tensor:
+    """The templates, 0 where the mask for all pairs lets no query choose them: NaN times a gradient of 0 is
+    NaN."""
+    choosing = mask.any(-2).long().sum_to_size(template.shape[:-1])
     return template.masked_fill((choosing == 0).unsqueeze(-1), 0)
 
 
@@ -263,14 +262,14 @@ def _nearest(
     """Minus the distances of the nearest templates of each query, and the labels of these: (..., q, count).
 
     They come in the order of the templates, so that of equally near ones the first is chosen. Those that the
-    mask excludes are at −inf.
+    mask for all pairs excludes are at −inf.
     """
     query, template = at_least_single(query), at_least_single(template)
     dtype = torch.promote_types(query.dtype, template.dtype)
     batch = arguments.broadcast_shape(query.shape[:-2], template.shape[:-2])
     query, template = (x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, template))
     pairs = *batch, query.shape[-2], template.shape[-2]
-    closed = None if mask is None else ~_pairs(query, template, mask)
+    closed = None if mask is None else ~mask
     # products lose digits far from the origin
     known = template.detach().nan_to_num(0, 0, 0)
     known = known if closed is None else known.masked_fill(closed.all(-2).unsqueeze(-1), 0)

@@ -12,7 +12,7 @@ from khot import masks
 from khot._core import arguments
 from khot.cdfs import CDF, CDFName
 from khot.nn._router import Router
-from khot.nn._values import Value, current, describe, positive
+from khot.nn._values import Value, current, describe, number
 from khot.nn.balancer import QuantileBalancer
 
 __all__ = ["TokenChoiceRouter"]
@@ -82,10 +82,7 @@ class TokenChoiceRouter(Router):
     ) -> None:
         super().__init__(in_features, num_experts, tau, cdf, device, dtype)
         arguments.check_flags(learnable_k=learnable_k)
-        if not isinstance(k, nn.Module):
-            arguments.check_scalar(k, "k", low=1, high=num_experts)
-        if isinstance(k, Tensor):  # of one number
-            positive(k, "k")
+        k = number(k, "k", low=1, high=num_experts)
         self.k = _CountOfToken(in_features, num_experts, k, device, dtype) if learnable_k else k
         if balancer is not None:
             _check_balancer(balancer, num_experts, self.k)
