@@ -1,4 +1,4 @@
-"""The operators in float64 numpy, by bisection, written from the mathematics; and the rows that are hard."""
+"""The operators in float64, by a root finder, written from the mathematics; and the rows that are hard."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import expit, log_expit, log_ndtr, logsumexp, ndtr
 
 __all__ = ["CDFS", "Answer", "Law", "adversarial", "ks", "power", "soft_topk", "threshold"]
@@ -56,7 +57,7 @@ CDFS = {
 def threshold(x: np.ndarray, k: float, tau: float, law: Law) -> tuple[float, float]:
     """t = anchor + offset for finite x and 0 < k < n, the anchor being the entry of rank ⌈k⌉.
 
-    Bisection of m − A + B = k, where m entries lie above t; where m = k, of log A = log B.
+    The root of m − A + B = k, where m entries lie above t; where m = k, of log A = log B.
     """
     x = np.asarray(x, np.float64)
     centre = 0.5 if law.compact else 0.0
@@ -79,12 +80,8 @@ def threshold(x: np.ndarray, k: float, tau: float, law: Law) -> tuple[float, flo
         gap = ordered[math.ceil(k) - 1] - ordered[min(math.ceil(k), len(x) - 1)]
         if k == math.ceil(k) and gap >= tau:  # the middle of a gap
             return anchor, -0.5 * gap - 0.5 * tau
-    for _ in range(120):  # to the last digit of a bracket of 1e12
-        middle = 0.5 * (low + high)
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return anchor, 0.5 * (low + high) * tau
+    # to the last digit of s, however near to the anchor
+    return anchor, brentq(excess, low, high, xtol=1e-300, rtol=4 * np.finfo(float).eps, maxiter=1000) * tau
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,18 +17,6 @@ import khot_jax as kj
 from operators import OPERATORS, arguments, enable_x64
 
 EVERY = pytest.mark.parametrize("name", OPERATORS)
-
-
-@pytest.fixture(autouse=True)
-def without_optimizations() -> Iterator[None]:
-    """Compiling takes most of the time, and nothing here depends on how fast the result is."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-# and float64 has all of the pure engine to compile, which takes a quarter of the time so
-in_haste = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
 
 
 def directions(args: tuple[Array, ...], seed: int = 1) -> tuple[Array, ...]:
@@ -57,13 +44,13 @@ def test_derivatives_are_differences_in_both_modes(name: str) -> None:
             return out, pull(v) if smooth else ()
 
         moves = directions(args)
-        (out, gradients), tangents = in_haste(lambda args, moves: jax.jvp(values, args, moves))(args, moves)
+        (out, gradients), tangents = jax.jit(lambda args, moves: jax.jvp(values, args, moves))(args, moves)
         assert out.dtype == jnp.float64
-        differences = along(in_haste(values), args, moves)
+        differences = along(jax.jit(values), args, moves)
         np.testing.assert_allclose(tangents[0], differences[0], rtol=2e-6, atol=1e-8)
         for got, want in zip(tangents[1], differences[1], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-        back = in_haste(lambda args, given: jax.vjp(values, *args)[1](given))
+        back = jax.jit(lambda args, given: jax.vjp(values, *args)[1](given))
         dot = lambda a, b: sum(map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))
         first = back(args, (v, jax.tree.map(jnp.zeros_like, gradients)))
         np.testing.assert_allclose(dot(first, moves), jnp.vdot(v, tangents[0]), rtol=1e-9, atol=1e-10)
@@ -168,7 +155,7 @@ def test_shard_map_over_rows(name: str) -> None:
     spec = PartitionSpec("rows")
     shards = jax.shard_map(loss, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
     got, want = (
-        in_haste(lambda *a, g=g: (g(*a), jax.grad(lambda *a: g(*a).sum(), (0, 1))(*a)))(x, args[-1])
+        jax.jit(lambda *a, g=g: (g(*a), jax.grad(lambda *a: g(*a).sum(), (0, 1))(*a)))(x, args[-1])
         for g in (shards, loss)
     )
     np.testing.assert_allclose(got[0], want[0], atol=2e-6)
@@ -183,7 +170,7 @@ def test_sharded_inputs(cdf: Any) -> None:
     mesh = Mesh(np.array(jax.devices()), ("d",))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 40)), jnp.float32)
     f = lambda x: kj.soft_topk(x, 5.3, tau=0.3, cdf=cdf)
-    both = in_haste(lambda x: (f(x), jax.grad(lambda x: (f(x) * x).sum())(x)))
+    both = jax.jit(lambda x: (f(x), jax.grad(lambda x: (f(x) * x).sum())(x)))
 
     def exchanged(*spec: str | None) -> dict[str, set[str]]:
         """The collectives, and what each of them exchanges."""
