@@ -373,7 +373,8 @@ def test_short_rows_in_groups(by: str, dtype: torch.dtype, n: int, cdf: Any) -> 
     "kind", ["normal", "ties", "heavy costs", "free entries", "left out", "whole costs", "spent in full"]
 )
 @pytest.mark.parametrize(("rows", "n"), [(64, 48), (4, 1000)])
-def test_rows_of_decided_costs(rows: int, n: int, kind: str, tau: float, cdf: Any) -> None:
+@both
+def test_rows_of_decided_costs(by: str, rows: int, n: int, kind: str, tau: float, cdf: Any) -> None:
     """The entries near the threshold are solved by themselves; as in float64, which solves whole rows."""
     g = torch.Generator().manual_seed(0)
     x, cost = torch.randn(rows, n, generator=g), torch.rand(rows, n, generator=g) + 0.05
@@ -393,13 +394,14 @@ def test_rows_of_decided_costs(rows: int, n: int, kind: str, tau: float, cdf: An
     if kind == "whole costs":
         budget = budget.round()
     elif kind == "spent in full":
-        spent = cost.gather(-1, x.argsort(descending=True)).double().cumsum(-1)
+        level = x / cost if by == "value" else x
+        spent = cost.gather(-1, level.argsort(descending=True)).double().cumsum(-1)
         budget = spent.gather(-1, (share.unsqueeze(-1) * n).long()).squeeze(-1)
     given, wide = (
         (x.to(dtype), cost.to(dtype), budget.clone().requires_grad_())
         for dtype in (torch.float32, torch.float64)
     )
-    y, expected = (khot.soft_budget(*each, tau=tau, cdf=cdf) for each in (given, wide))
+    y, expected = (khot.soft_budget(*each, tau=tau, cdf=cdf, by=by) for each in (given, wide))
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-6)
     spent = (torch.where(x == -INF, 0, wide[1]) * y).sum(-1)
     assert bool(((spent - wide[2]).abs() <= 1e-6 * wide[2]).all())

@@ -247,8 +247,9 @@ class CarefulBudget {
   double histogram_search(Range range) const {
     const double offset = tau_ * F_.median;
     const bool by_value = spec_.by_value;
+    const int last = 1 + static_cast<int>(std::clamp<int64_t>(spec_.n, 32, kBins));
     for (int step = 0; step < kHistograms && range.high - range.low > 2 * tau_; ++step) {
-      const double bottom = range.low, width = (range.high - range.low) * (1 + 1e-12) / kBins;
+      const double bottom = range.low, width = (range.high - range.low) * (1 + 1e-12) / (last - 1);
       const double inverse = 1 / width;
       if (!(inverse < kInfinity && width < kInfinity && width > 0)) break;
       const Bins bins = reduce_beside<double, Bins>(
@@ -258,19 +259,19 @@ class CarefulBudget {
             for (int i = 0; i < count; ++i) {
               double at = ((p[i] - offset) / (by_value ? q[i] : 1) - bottom) * inverse + 1;
               at = at > 0 ? at : 0;
-              at = at < kBins + 1 ? at : kBins + 1;
+              at = at < last ? at : last;
               bin[i] = static_cast<int32_t>(at);
               cost[i] = std::fabs(p[i]) < kInfinity ? q[i] : 0;
             }
             for (int i = 0; i < count; ++i) b.spent[bin[i]] += cost[i];
           });
       double spent = 0;
-      int i = kBins + 1;
+      int i = last;
       for (; i > 0; --i) {
         spent += bins.spent[i];
         if (spent >= left_.whole) break;
       }
-      if (i == 0 || i == kBins + 1) break;
+      if (i == 0 || i == last) break;
       range.low = bottom + (i - 1) * width, range.high = bottom + i * width;
       if (!(width < 1e-3 * kFarthest)) break;
     }

@@ -50,10 +50,11 @@ void budget_row(const BudgetSpec& spec, const C& F, const BlockCdf& careful, con
       const FlushSubnormals flush;
       return ordinary.solve(budget, spec.at_most, leaves_wide, goal, t, out);
     };
-    const bool near = !kByValue && suits_near(spec, x, cost);
+    const bool near = suits_near(spec, x, cost);
     if (solved(near)) return;
-    if constexpr (!kByValue) {
-      if (near && solve_near(spec, F, careful, x, cost, budget, tau, ordinary.around(), out, goal, t)) return;
+    if (near &&
+        solve_near<kByValue>(spec, F, careful, x, cost, budget, tau, ordinary.around(), out, goal, t)) {
+      return;
     }
     if (near && ordinary.is_wide() && solved(false)) return;
   }

@@ -23,8 +23,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
 
   static constexpr int kTrials = 8 + C::extra_passes;
 
-  // By value and under compact support, large costs magnify the rounding errors of these sums.
-  static constexpr bool serves = exact(kByValue) && (C::full_support || !kByValue);
+  static constexpr bool serves = exact(kByValue);
 
   using Passes::Passes;
 
@@ -49,8 +48,8 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     if constexpr (Passes::kSumsTails) {
       if (Passes::sums_tails_) {
         // which takes nothing from the count and its rest
-        const VecF h = Passes::sharp_step(s, {VecF{}, VecF{}, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5});
-        good &= abs<float>(h) < 50;
+        const VecF h = Passes::sharp_step(s, {VecF{}, VecF{}, s.miss, s.S1, s.S2, s.S3, s.S4, s.S5}, most_);
+        good &= abs<float>(h) < (kByValue ? 1e6f : 50.0f);  // by value, small costs ask for long steps
         return good ? h : VecF{};
       }
     }
@@ -71,7 +70,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
       // a row is done after a short step only, as in OrdinaryBudget
       settled_ = near_ & reaches(s.miss, s.S1, undecided(s));
       slope_ = s.S1;
-      h = held_.step({k, left, few, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {
+      h = held_.step({k, left, few}, sums, [&](const CountSums<VecF>& s) {
         const VecF g = LaneArithmetic::log1p(divide<float>(n * s.miss, k * s.rest), good);
         const VecF h = divide<float>(g * s.count * s.rest, n * s.S1);
         return abs<float>(h) < 0.5f ? refined(h, s) : h;
@@ -110,7 +109,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     const VecF mean = d * weight, square = dd * weight,
                x = mean - static_cast<float>(F_.mean);  // less the mean of the noise
     const VecF variance = clamp_below<float>(square - mean * mean, 0);
-    VecF t;
+    VecF t, spread = variance;
     if constexpr (kByValue) {
       VecF aa{}, ad{}, aaa{};
       for (int i = 0; i < n_; ++i) {
@@ -120,11 +119,11 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
         aaa += square * a;
       }
       const VecF slope = aa * weight, cross = ad * weight - mean * slope,
-                 spread = clamp_below<float>(aaa * weight - slope * slope, 0);
+                 costs = clamp_below<float>(aaa * weight - slope * slope, 0);
       t = x / slope;
       for (int i = 0; i < 4; ++i) {  // the spread depends on t, so that this is a fixed point
-        const VecF total = noise + clamp_below<float>(variance - t * (2 * cross - t * spread), 0);
-        t = (x - quantile(own, normal, noise, total)) / slope;
+        spread = clamp_below<float>(variance - t * (2 * cross - t * costs), 0);
+        t = (x - quantile(own, normal, noise, noise + spread)) / slope;
       }
     } else {
       t = x - quantile(own, normal, noise, noise + variance);
@@ -133,13 +132,11 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     hi_ = good ? origin + t * tau_ : VecF{};
     lo_ = VecF{};
     Passes::forget();
-    if constexpr (!kByValue) {
-      const VecF k = goal_ * (static_cast<float>(n_) / total_), left = static_cast<float>(n_) - k;
-      const VecF few = k < left ? k : left, total = noise + variance;
-      const IntF sharp = Passes::sharp(good, few, total);
-      if (any(sharp)) Passes::start_between(sharp);
-      if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : few / square_root(total));
-    }
+    const VecF k = goal_ * (static_cast<float>(n_) / total_), left = static_cast<float>(n_) - k;
+    const VecF few = k < left ? k : left, total = noise + spread;
+    const IntF sharp = Passes::sharp(good, few, total);
+    if (any(sharp)) Passes::start_between(sharp);
+    if constexpr (!C::full_support) held_.start(sharp ? splat(1.0f) : few / square_root(total));
   }
 
   // Whether less is spent at the threshold than at 0: not where both lie in a gap.
@@ -185,10 +182,19 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     good &= reaches(Passes::write(), S1, good) & (abs<float>(more) < kNear);
   }
 
-  // Where the entries that are chosen whole cost the budget exactly, t is the middle of the gap between them
-  // and the others, as in soft_topk/lanes.h. Other rows are given back where too little is undecided to tell
-  // y.
+  // By score, where the entries that are chosen whole cost the budget exactly, t is the middle of the gap
+  // between them and the others, as in soft_topk/lanes.h. Other rows are given back where too little is
+  // undecided to tell y.
   void take_middle() {
+    if constexpr (kByValue) {  // rows in a gap are given back
+      IntF decided = good;
+      for (int i = 0; i < n_; ++i) {
+        const VecF y = *column(y_, i);
+        decided &= (y <= 1e-6f) | (y >= 1 - 1e-6f) | (this->a(i) == 0);
+      }
+      good &= ~decided & (slope_ > 1e-5f * goal_);
+      return;
+    }
     VecD spent[2] = {};
     IntF decided = good;
     const auto middle = Passes::gap_middle(decided, [&](IntF in, VecF a) {

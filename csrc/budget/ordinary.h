@@ -67,8 +67,8 @@ KHOT_APART MomentSums moment_sums(const Row& x, const Row& cost, int64_t n, cons
       });
 }
 
-// By the moments of a row, where the budget is spent if entries are taken whole, and what costs there are,
-// per unit of a score.
+// By the moments of a row, where the budget is spent if entries are taken whole, how far scores spread, and
+// what costs there are per unit of a level.
 struct Around {
   double level = kNan, deviation = kNan, density = kNan;
 };
@@ -116,9 +116,7 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
   }
 
   // From this deviation of the scores on, in tau, few costs are undecided; not few enough in long rows.
-  bool is_wide() const {
-    return !kByValue && around_.deviation > tau_ * std::max(100.0, static_cast<double>(n_) / 80);
-  }
+  bool is_wide() const { return around_.deviation > tau_ * std::max(100.0, static_cast<double>(n_) / 80); }
   Around around() const { return around_; }
 
   // Writes y at t, and returns whether it spends the budget.
@@ -181,7 +179,10 @@ class OrdinaryBudget : public RowPasses<C, Cost<kByValue>> {
       most_ = m.most * ratio;
       m.w *= own, m.d *= own, m.dd *= own;
       m.ww *= ratio * ratio, m.wd *= ratio * ratio, m.www *= ratio * ratio * ratio;
-      return guess_by_value(m, goal, tau_, F_);
+      const Guess guess = guess_by_value(m, goal, tau_, F_);
+      const double density = m.ww / own * Normal().pdf(goal.normal) / (own * guess.deviation);
+      around_ = {guess.t * own, guess.deviation, density};
+      return guess.t;
     }
     const double off = m.d / m.w, variance = std::max(m.dd / m.w - off * off, 0.0);
     const double deviation = std::sqrt(variance), z = goal.normal;

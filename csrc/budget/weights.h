@@ -108,19 +108,23 @@ struct Moments {
 };
 
 // The threshold where a normal distribution with the moments of x - t w, and noise distributed as tau F, has
-// the share that `goal` stands for. The origin of the scores is 0.
+// the share that `goal` stands for, and its deviation there. The origin of the scores is 0.
+struct Guess {
+  double t, deviation;
+};
 template <class C>
-double guess_by_value(const Moments& m, const Goal& goal, double tau, const C& F) {
+Guess guess_by_value(const Moments& m, const Goal& goal, double tau, const C& F) {
   const double x = m.d / m.w - tau * F.mean, a = m.ww / m.w, noise = tau * tau * F.variance;
   const double x_off = m.d / m.w, xx = std::max(m.dd / m.w - x_off * x_off, 0.0), xa = m.wd / m.w - x_off * a,
                aa = std::max(m.www / m.w - a * a, 0.0);
-  double t = x / a;
+  double t = x / a, deviation = 0;
   for (int i = 0; i < 4; ++i) {  // the spread depends on t, so that this is a fixed point
     const double total = noise + std::max(xx - 2 * t * xa + t * t * aa, 0.0);
     const double quantile = goal.normal + (goal.own - goal.normal) * (noise / total);
-    t = (x - quantile * std::sqrt(total)) / a;
+    deviation = std::sqrt(total);
+    t = (x - quantile * deviation) / a;
   }
-  return t;
+  return {t, deviation};
 }
 
 }  // namespace khot::KHOT_ISA

@@ -132,7 +132,7 @@ class LanePasses : public Tile {
 
   // Whether passes sum the tails on both sides apart. Then small sums keep their digits: those of a y lose
   // them where a f is small beside them.
-  static constexpr bool kSumsTails = C::full_support && !Terms::by_value;
+  static constexpr bool kSumsTails = C::full_support;
   bool sums_tails_ = false;
 
   struct Tail {
@@ -169,7 +169,10 @@ class LanePasses : public Tile {
       });
     } else {
       const VecF scale = scale_, lo = lo_ * scale;
-      return sum_tails([=, this](int i) { return tail_at((*column(x_, i) - hi) * scale - lo); });
+      return sum_tails([=, this](int i) {
+        const VecF a = this->a(i);
+        return tail_at(offset<Terms>(*column(x_, i), hi, a) * scale - lo * u<Terms>(a));
+      });
     }
   }
 
@@ -190,9 +193,9 @@ class LanePasses : public Tile {
       }
       s.above += t.above ? tail : VecF{};
       s.below += t.above ? VecF{} : tail;
-      s.f_above += t.above ? a * t.v.density : VecF{};
+      s.f_above += t.above ? a * u<Terms>(a) * t.v.density : VecF{};
       rest.add(t.above ? -tail : tail, i);
-      if constexpr (std::is_same_v<C, Logistic>) {
+      if constexpr (std::is_same_v<C, Logistic> && !Terms::by_value) {
         sums.add(t.v.density, t.z, a);
       } else {
         sums.add(t.z, t.above, t.v, a);

@@ -54,7 +54,7 @@ class SharpLanes : public LanePasses<C, Tile> {
   }
 
   // t of these rows in the middle of the gap between their last entry that is chosen and the next, where that
-  // is chosen whole, and otherwise where `shared`, one of these, has this z. The middle is exact, because far
+  // is chosen whole, and otherwise so many tau below `shared`, one of these. The middle is exact, because far
   // from both entries its last digits decide which of them counts.
   void place(IntF sharp, VecF last, VecF next, IntF whole, VecF shared, VecF z) {
     last_ = last, next_ = next;
@@ -99,8 +99,10 @@ class SharpLanes : public LanePasses<C, Tile> {
     Passes::move(this->good & wide ? moved : VecF{});
   }
 
-  // The step in t/tau of rows whose passes sum the tails on both sides.
-  KHOT_APART VecF sharp_step(const Sums& s, const CountSums<VecF>& sums) {
+  // The step in t/tau of rows whose passes sum the tails on both sides; it moves z by up to `most` times as
+  // much.
+  KHOT_APART VecF sharp_step(const Sums& s, const CountSums<VecF>& sums, VecF most) {
+    constexpr bool by_value = Tile::Terms::by_value;
     const VecF P = clamp_below<float>(s.below + clamp_below<float>(s.extra, 0), 1e-37f);
     const VecF Q = clamp_below<float>(s.above + clamp_below<float>(-s.extra, 0), 1e-37f);
     const IntF still = ((s.miss == 0) & (s.extra != 0)) | ((P < kNothing) & (Q < kNothing));
@@ -109,16 +111,18 @@ class SharpLanes : public LanePasses<C, Tile> {
     const VecF ratio = log<float>(safe_P / safe_Q), far = ratio / clamp_below<float>(slope, 1e-3f);
     const VecF near = s.miss / clamp_below<float>(s.S1, 1e-30f);
     // a short step may change tails many times over, and no polynomial follows them there
-    const IntF is_near = (abs<float>(near) < 0.5f) & (abs<float>(ratio) < 0.5f);
+    const IntF is_near = (abs<float>(near) * most < 0.5f) & (abs<float>(ratio) < 0.5f);
     VecF h = is_near ? refined(is_near ? near : VecF{}, sums) : far;
-    const VecF size = abs<float>(far);
+    const VecF size = abs<float>(far) * most;
     IntF settled = (s.extra == 0) & (missed_after(P, Q, size, ~IntF{}) < 2e-7f);
-    if (!C::value_from_odds || wants_t_) settled &= size < 1e-4f;
-    if constexpr (std::is_same_v<C, Laplace>) {  // whose logarithm is straight between entries
+    if (!C::value_from_odds || by_value || wants_t_) settled &= size < 1e-4f;
+    if constexpr (std::is_same_v<C, Laplace> && !by_value) {  // whose logarithm is straight between entries
       const VecF to_last = (hi_ - last_) + (lo_ + far * tau_), to_next = (hi_ - next_) + (lo_ + far * tau_);
       settled |= (s.extra == 0) & (to_last < 0) & (to_next > 0);
     }
     h = still ? VecF{} : settled ? far : h;
+    // by value, the ends of a gap do not say where t is in it
+    if (by_value) this->good &= ~still | (s.extra != 0);
     settled_ = settled | still, far_ = ~is_near;
     return h;
   }

@@ -81,19 +81,20 @@ KHOT_INLINE T refined_step(const CountSums<T>& s, T k, N n, T few, typename A::M
 class CompactSteps {
  public:
   struct Search {
-    VecF k, left, few;    // the count that is asked for, n less it, and the smaller of the two
-    VecF hi, tau, scale;  // where the search is, and 1/tau
+    VecF k, left, few;  // the count that is asked for, n less it, and the smaller of the two
   };
 
   // usual: about the sum of f at the threshold.
-  void start(VecF usual) { usual_ = usual, between_ = {splat(-kInf<float>), splat(kInf<float>)}; }
+  void start(VecF usual) {
+    usual_ = usual, moved_ = VecF{}, between_ = {splat(-kInf<float>), splat(kInf<float>)};
+  }
 
   // plain(sums): the step that is not guarded.
   template <class Plain>
   KHOT_INLINE VecF step(const Search& at, CountSums<VecF> s, Plain plain) {
     auto at_most = [](VecF v, VecF high) { return v < high ? v : high; };
     auto at_least = [](VecF v, VecF low) { return v > low ? v : low; };
-    between_.add(at.hi, s.miss);
+    between_.add(moved_, s.miss);
     const VecF miss = s.miss, size = abs<float>(miss), longest = 0.5f + 1.5f * size / usual_;
     // As entries leave 0 like z^e, the miss has a root of order e there, which a plain step only approaches.
     const VecF bend = s.miss * s.S2 / (s.S1 * s.S1);
@@ -105,13 +106,16 @@ class CompactSteps {
     s.S1 = at_least(s.S1, 0.02f * clamp_below<float>(at.few, 1.0f));
     VecF h = plain(s);
     h = at_most(at_least(multiple ? to_multiple : h, -longest), longest);
-    const IntF bisects = between_.bisects(at.hi + h * at.tau, miss);
+    const IntF bisects = between_.bisects(moved_ + h, miss);
     // Close to the threshold, the sign of the miss is only rounding, and the bracket does not count.
-    return bisects & (abs<float>(h) > 0.01f) ? (between_.middle() - at.hi) * at.scale : h;
+    h = bisects & (abs<float>(h) > 0.01f) ? between_.middle() - moved_ : h;
+    moved_ += h;
+    return h;
   }
 
  private:
-  VecF usual_{};
+  // In units of tau, as t may have no digits for less.
+  VecF usual_{}, moved_{};
   Enclosure<LaneArithmetic> between_;
 };
 

@@ -84,11 +84,11 @@ class LaneSolver : public SharpCounts<C> {
  private:
   VecF step_by(const Sums& s, const CountSums<VecF>& sums) {
     if constexpr (C::full_support) {
-      if (sums_tails_) return Passes::sharp_step(s, sums);
+      if (sums_tails_) return Passes::sharp_step(s, sums, splat(1.0f));
       if constexpr (C::value_from_odds) good &= s.S1 * static_cast<float>(C::decided_ratio) > k_;
       return refined_step<C, LaneArithmetic>(sums, k_, free_, few_, good);
     } else {
-      return held_.step({k_, left_, few_, hi_, tau_, scale_}, sums, [&](const CountSums<VecF>& s) {
+      return held_.step({k_, left_, few_}, sums, [&](const CountSums<VecF>& s) {
         return refined_step<C, LaneArithmetic>(s, k_, free_, few_, good);
       });
     }
