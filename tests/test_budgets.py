@@ -414,6 +414,26 @@ def test_rows_of_decided_costs(by: str, rows: int, n: int, kind: str, tau: float
         torch.testing.assert_close(*shares, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("tau", [1e-3, 1e-5, 1e-6])
+@pytest.mark.parametrize(("rows", "n"), [(20, 40), (2, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_costs_of_sharp_rows_by_value(dtype: torch.dtype, rows: int, n: int, tau: float) -> None:
+    """dL/dw has t dL/dx, which is nothing where one entry moves: t/τ times its rounding would be left."""
+    g = torch.Generator().manual_seed(0)
+    x, cost, v = (torch.randn(rows, n, generator=g).to(dtype) for _ in range(3))
+    cost = cost.abs() + 0.5
+    budget = 0.2 * cost.double().sum(-1)
+
+    def price(dtype: torch.dtype) -> Tensor:
+        w = cost.to(dtype).requires_grad_()
+        y = khot.soft_budget(x.to(dtype), w, budget, tau=tau, by="value")
+        return torch.autograd.grad(y, w, v.to(dtype))[0].double()
+
+    want = price(torch.float64)
+    error = (price(dtype) - want).abs().amax(-1) / want.abs().amax(-1)
+    assert (error <= 1e-5 + torch.finfo(dtype).eps).all()
+
+
 # -------------------------------------------------------------------------------------------- top-p
 
 

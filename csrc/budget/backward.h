@@ -113,11 +113,12 @@ class BudgetBackward {
           sums += {static_cast<double>(sum<R>(mass)), static_cast<double>(sum<R>(mean)),
                    static_cast<double>(sum<R>(moment)), static_cast<double>(sum<R>(pull))};
         });
+    const double pushed = grad_lo_ == 0 ? 0 : grad_lo_ * tau_;
     double price = 0;
     if (!fixed_) {
       flat_ = s.mass == 0;
       if (!(s.mass > kLeastMass<R> && s.mass < 1 / kLeastMass<R>)) return false;
-      price = (s.mean - (grad_lo_ == 0 ? 0 : grad_lo_ * tau_)) / s.mass;
+      price = (s.mean - pushed) / s.mass;
       if (in_float && !(std::fabs(price) < 1e30 && std::fabs(s.moment) + std::fabs(s.pull) < kInfinity))
         return false;
     }
@@ -125,8 +126,10 @@ class BudgetBackward {
     grad_tau = ((price == 0 ? 0 : price * s.moment) - s.pull) / tau_;
     const R m = static_cast<R>(price), scale = static_cast<R>(1 / tau_), t = static_cast<R>(t_.hi + t_.lo);
     const Int<R> by_value = position.by_value;
+    const bool rests = in_float && spec_.by_value && !fixed_;  // as in LaneBudgetBackward
+    const R lo = rests ? static_cast<R>((left_of(m, kept_f) - pushed) / s.mass) : 0;
     auto gradients = [=](Vec<R> f, Vec<R> y, Vec<R> w, Vec<R> v, Vec<R>& dx, Vec<R>& dw) {
-      dx = f * (v - w * m) * scale;
+      dx = f * ((v - w * m) - w * lo) * scale;
       dw = -m * y - (by_value ? t * dx : Vec<R>{});
     };
     if (keep) {
@@ -153,6 +156,25 @@ class BudgetBackward {
       });
     }
     return true;
+  }
+
+  // By value: the sum of a f (v - w m).
+  template <class R>
+  double left_of(R m, const R* kept_f) const {
+    const Row cost = cost_, grad = grad_;
+    return reduce<R, double>(x_, spec_.n, spec_.inside, [&](double& left, const R* p, int count, int64_t at) {
+      R costs[kBlock], incoming[kBlock];
+      const R *q = fetch(cost, at, count, costs), *g = fetch(grad, at, count, incoming);
+      Block<R> b;
+      if (!kept_f) entries(p, q, count, b);
+      const R* f = kept_f ? kept_f + at : b.f;
+      Vec<R> total{};
+      vectors<R>(p, count, -kInf<R>, [&](Vec<R> x, int i, int lanes) {
+        const Vec<R> w = x > -kInf<R> ? beside(q, i, lanes) : Vec<R>{};
+        total += w * beside(f, i, lanes) * (beside(g, i, lanes) - w * m);
+      });
+      left += static_cast<double>(sum<R>(total));
+    });
   }
 
   // Writes dL/dx and dL/dw, which value(b, i, v, dx, dw) computes for the vector of a block that begins at i.

@@ -60,6 +60,21 @@ class LaneBudgetBackward {
     const VecF grad_tau = (price * moments - pulls) / tau;
     const IntF good =
         carried & (abs<float>(price) < 1e30f) & (abs<float>(moments) + abs<float>(pulls) < kInf<float>);
+    // By value, dL/dw has t times what is left of v - w m, which is only rounding where one entry moves.
+    VecF rest{};
+    if (by_value_) {
+      VecF off[width];
+      for (int j = 0; j < width; ++j) {
+        const float *const f = f_ + j * kShortRow, *const w = costs[j];
+        const float m = price[j];
+        off[j] = VecF{};
+        vectors<float>(grads[j], n_, 0.0f, [&](VecF v, int i, int lanes) {
+          const VecF a = beside(w, i, lanes);
+          off[j] += a * load(f + i) * (v - a * m);
+        });
+      }
+      rest = (sums_of(off) - grad_lo * tau) / (carried ? total : splat(1.0f));
+    }
     const Dtype dtype = rows.x(first).dtype, cost_dtype = rows.cost(first).dtype;
     const bool direct = dtype == Dtype::kFloat, direct_cost = cost_dtype == Dtype::kFloat;
     for (int j = 0; j < width; ++j) {
@@ -69,10 +84,10 @@ class LaneBudgetBackward {
       float *const to_x = direct ? static_cast<float*>(rows.grad_x(first + j)) : x_,
                    *const to_cost = direct_cost ? static_cast<float*>(rows.grad_cost(first + j)) : dw_;
       const float *const f = f_ + j * kShortRow, *const y = y_ + j * kShortRow;
-      const float factor = scale[j], m = price[j], t = level[j];
+      const float factor = scale[j], m = price[j], lo = rest[j], t = level[j];
       const IntF by_value = by_value_ ? ~IntF{} : IntF{};
       vectors<float>(grads[j], n_, 0.0f, [&](VecF v, int i, int lanes) {
-        const VecF dx = load(f + i) * (v - beside(costs[j], i, lanes) * m) * factor;
+        const VecF w = beside(costs[j], i, lanes), dx = load(f + i) * ((v - w * m) - w * lo) * factor;
         const VecF dw = -m * load(y + i) - (by_value ? t * dx : VecF{});
         store_beside(to_x, i, lanes, dx);
         store_beside(to_cost, i, lanes, dw);

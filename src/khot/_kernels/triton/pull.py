@@ -38,6 +38,7 @@ from khot._kernels.triton.costs import load_pair, priced
 from khot._kernels.triton.counted import row_values
 from khot._kernels.triton.fast import (
     always,
+    fma,
     in_two,
     inverse_of,
     joined,
@@ -160,7 +161,7 @@ def _gradient_parts(
         start, mine = extent(part, n_columns, length)
         column = start + tl.arange(0, T.width)
         at, grad_at = places(pairs, grad, row, column, 1)
-        pull = tl.load(to.dgoal + row).to(tl.float32)
+        pull = tl.load(to.dgoal + row)
         goes = results(to, row * n_columns + column)
         P.write(at, grad_at, goes, row >= 0, mine, given, pull, threshold, ((), ()), L, T)
 
@@ -250,10 +251,13 @@ def _entry(at, grad, offset, valid, given, L: tl.constexpr):
 
 @triton.jit
 def _products(entry, L: tl.constexpr):
-    """w f, u, w f z and u z; by value the first two times w."""
+    """w f, u, w f z and u z; by value the first two times w, in float64."""
     _, w, paid, u, z = entry
-    a = w if L.by == BY_VALUE else 1.0
-    return paid * a, u * a, paid * z, u * z
+    if L.by == BY_VALUE:
+        a = w.to(tl.float64)
+        return paid * a, u * a, paid * z, u * z
+    else:
+        return paid, u, paid * z, u * z
 
 
 @triton.jit
@@ -287,7 +291,8 @@ def _streamed_sums(at, grad, n, given, L: tl.constexpr, T: tl.constexpr):
     sums = (nothing, nothing, nothing, nothing)
     for first in range(0, steps, FLUSH):
         zero = tl.zeros((WIDTH,), tl.float32)
-        part = (zero, zero, zero, zero)
+        first_two = zero.to(tl.float64) if L.by == BY_VALUE else zero
+        part = (first_two, first_two, zero, zero)
         for number in range(first, tl.minimum(steps, first + FLUSH)):
             start = number * (PIECES * WIDTH)
             for i in tl.static_range(PIECES):
@@ -309,18 +314,27 @@ def _sums(at, grad, there, n, given, L: tl.constexpr, T: tl.constexpr):
 def _settle(sums, solved, grad_lo, row, there, threshold, L: tl.constexpr, ASKED: tl.constexpr):
     """dL/dgoal = Σu/Σwf, less τ/Σwf times the gradient in lo if that is ASKED for, by value Σuw/Σw²f and
     τ/Σw²f, and 0 of a budget that is not spent; dL/dτ = (dL/dgoal·Σwfz − Σuz)/τ; and which rows have them in
-    float32."""
+    float32.
+
+    By value dL/dgoal is in float64: dL/dw has t times what is left of u − w f·dL/dgoal, which is nothing
+    where one entry moves."""
     hi, lo, tau, inverse = threshold
     mass, u_sum, moment, u_moment = sums
-    mass, u_sum = mass.to(tl.float32), u_sum.to(tl.float32)
-    pull = u_sum * reciprocal(mass)
+    if L.by == BY_VALUE:
+        per = 1 / mass.to(tl.float64)
+        pull = u_sum.to(tl.float64) * per
+    else:
+        per = reciprocal(mass.to(tl.float32))
+        pull = u_sum.to(tl.float32) * per
+    mass = mass.to(tl.float32)
     if ASKED:
-        pull -= numbers(*grad_lo, row, there)[0] * tau * reciprocal(mass)
+        pull -= numbers(*grad_lo, row, there)[0] * tau * per
     ok = (mass > FADED) & (mass < 1 / FADED)
     if L.at_most:
         fixed = (hi == 0) & (lo == 0)
         pull, ok = tl.where(fixed, 0.0, pull), ok | fixed
-    dtau = (pull * moment.to(tl.float32) - u_moment.to(tl.float32)) * inverse * (1 / unit(L.cdf))
+    dtau = (pull.to(tl.float32) * moment.to(tl.float32) - u_moment.to(tl.float32)) * inverse
+    dtau *= 1 / unit(L.cdf)
     ok = ok & (tl.abs(hi) < 1e30) & (tl.abs(pull) < float("inf")) & (tl.abs(dtau) < float("inf"))
     return pull, dtau, ok & (tau > 1e-25) & (tau < 1e25) & there
 
@@ -332,7 +346,9 @@ def _write(at, grad, to, ok, n, given, pull, threshold, kept, L: tl.constexpr, T
     hi, lo, inverse = threshold[0], threshold[1], threshold[3]
     PIECES: tl.constexpr = T.pieces
     values = row_values(hi, lo, inverse, hi != hi, given[3], L.cdf, T.together)
-    share, per, t = wide(pull, T.together), wide(inverse, T.together), wide(hi + lo, T.together)
+    whole = pull.to(tl.float32)
+    rest = wide((pull - whole).to(tl.float32), T.together) if L.by == BY_VALUE else 0.0
+    share, per, t = wide(whole, T.together), wide(inverse, T.together), wide(hi + lo, T.together)
     steps = tl.cdiv(n, PIECES * T.width) if T.streams else 1
     for behind in range(steps):
         for i in tl.static_range(PIECES):
@@ -343,15 +359,16 @@ def _write(at, grad, to, ok, n, given, pull, threshold, kept, L: tl.constexpr, T
                     known = (hi, 1.0, kept[0][i], kept[1][i])
                 else:
                     known = _entry(at, grad, offset, valid, given, L)
-                _write_entry(known, to, offset, valid, (share, per, t), values, L)
+                _write_entry(known, to, offset, valid, (share, rest, per, t), values, L)
 
 
 @triton.jit
 def _write_entry(known, to, offset, valid, of_row, values, L: tl.constexpr):
     x, w, paid, u = known[0], known[1], known[2], known[3]
-    share, per, t = of_row
+    share, rest, per, t = of_row
     dx_at, dcost_at = to
-    dx = (u - paid * share) * per
+    left = fma(-paid, share, u) - paid * rest if L.by == BY_VALUE else u - paid * share
+    dx = left * per
     tl.store(dx_at + offset, dx.to(dx_at.dtype.element_ty), mask=valid)
     if L.by != BY_COUNT:
         dcost = -share * share_of(x, w, values, L)
