@@ -188,6 +188,7 @@ def calls(run: Run, *shapes: tuple[int, int, int]) -> Iterator[Table]:
             "soft_budget": spent,
             "soft_budget, at_most": partial(spent, at_most=True),
             "soft_budget, uniform": partial(spent, cdf="uniform"),
+            "soft_budget, by value": partial(spent, by="value"),
             "soft_topk_magnitude": partial(khot.soft_topk_magnitude, k=k),
             "FenchelYoungTopKLoss": lambda x, tau=1.0, mask=None: khot.losses.FenchelYoungTopKLoss(
                 k, tau=tau
