@@ -493,6 +493,16 @@ struct ClippedPower {
     const Vec<R> value = static_cast<R>(e - 1) * log_called<R>(base) + static_cast<R>(std::log(e));
     return outside ? splat<R>(-kInf<R>) : value;
   }
+  template <class V>
+  static KHOT_INLINE V log_state(V z) {
+    return z;
+  }
+  template <class V>
+  KHOT_INLINE V log_slope(V z, V& f) const {
+    using R = std::remove_reference_t<decltype(z[0])>;
+    f = density<R>(z);
+    return (z > 0) & (z < 1) ? static_cast<R>(e) / z : V{};
+  }
   template <class R>
   KHOT_INLINE Vec<R> log_hazard(Vec<R> /*z*/, Vec<R> log_f, Vec<R> log_F) const {
     return log_f - log_F;

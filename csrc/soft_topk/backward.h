@@ -12,7 +12,7 @@
 namespace khot::KHOT_ISA {
 
 // One row: in float where that carries it, then in double, and with weights relative to the largest density
-// where the densities are too small for either, and for log y under compact support. Numbers that are not
+// where the densities are too small for either. Numbers that are not
 // asked for may be left out.
 template <class C>
 void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, const Row& grad, double grad_lo,
@@ -41,18 +41,19 @@ void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, cons
       return grad_lo == 0 && std::fabs(t.hi) < 1e38 &&
              DecidedRow<C>(spec, F, x, v, tau, t).write(grad_x, asked, grad_k, grad_tau);
     }
-    if (gradients != Gradients::kFlat || grad_lo != 0) return false;
-    if (asked) grad_k = gap_gradient(spec, gap_around(spec, x, v, t).sums);
-    clear(grad_x, x.dtype, spec.n);
+    if (gradients != Gradients::kFlat) return false;
+    backward_in_gap(spec, x, v, grad_lo, t, grad_x, asked, grad_k, grad_tau);
     return true;
   };
   if (log) {
     if constexpr (C::log_fits_float) {
       if (fast && done(LogDensity<float, C>(F, t, tau), x)) return;
       if (fast && write_decided(Gradients::kUnreliable)) return;
-      if (in_double && done(LogDensity<double, C>(F, t, tau), x)) return;
-      if (!fast && write_decided(Gradients::kUnreliable)) return;
     }
+    Gradients gradients = Gradients::kUnreliable;
+    if (in_double) gradients = ordinary(LogDensity<double, C>(F, t, tau), x);
+    if (gradients == Gradients::kWritten) return;
+    if (!(C::log_fits_float && fast) && write_decided(gradients)) return;
     return backward_careful(spec, F, x, v, grad_lo, tau, t, grad_x, grad_k, grad_tau);
   }
   if (fast) {

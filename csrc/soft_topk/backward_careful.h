@@ -52,6 +52,24 @@ inline double gap_gradient(const Spec& spec, const EdgeSums& s) {
   return spec.output == Output::kValue ? mean + s.down_part() * s.down_mean() : mean;
 }
 
+// The gradients under compact support where no entry has f > 0. Those of y and of its logarithm are 0, and t
+// = (up + down)/2 - tau/2, because the support is (0, 1).
+inline void backward_in_gap(const Spec& spec, const Row& x, const Row& grad, double grad_lo, Threshold t,
+                            void* grad_x, bool asked, double& grad_k, double& grad_tau) {
+  grad_k = grad_tau = 0;
+  if (grad_lo == 0 && !asked) return clear(grad_x, x.dtype, spec.n);
+  const auto [at, edges] = gap_around(spec, x, grad, t);
+  if (spec.output != Output::kThreshold) grad_k = gap_gradient(spec, edges);
+  if (grad_lo == 0) return clear(grad_x, x.dtype, spec.n);
+  grad_tau = -edges.up_part() * grad_lo;
+  const double up = edges.up_count > 0 ? at.up : kNan, at_up = edges.up_part() * grad_lo / edges.up_count,
+               down = edges.down_count > 0 ? at.down : kNan,
+               at_down = edges.down_part() * grad_lo / edges.down_count;
+  map<double>(x, spec.n, spec.inside, grad_x, x.dtype, [=](VecD score, int64_t /*i*/, int /*lanes*/) {
+    return score == up ? splat(at_up) : score == down ? splat(at_down) : VecD{};
+  });
+}
+
 struct LargestDensity {
   double log_f = -kInfinity;
   void operator+=(const LargestDensity& o) { log_f = std::max(log_f, o.log_f); }
@@ -63,7 +81,7 @@ struct CarefulSums {
 };
 
 // The gradients of any output (grad is 0 where that is the threshold), in double, with weights relative to
-// the largest density. It serves log y, and rows whose densities are too small for the ordinary kernel.
+// the largest density. It serves rows whose densities are too small for the ordinary kernel.
 template <class C>
 KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, const Row& grad, double grad_lo,
                                  double tau, Threshold t, void* grad_x, double& grad_k, double& grad_tau) {
@@ -115,27 +133,17 @@ KHOT_APART void backward_careful(const Spec& spec, const C& F, const Row& x, con
       });
 
   const bool live = s.mass != 0;
+  if (!C::full_support && !live) {
+    return backward_in_gap(spec, x, grad, grad_lo, t, grad_x, true, grad_k, grad_tau);
+  }
   const double z_mean = live ? s.wz / s.mass : 0;
   grad_k = live ? s.v / s.mass : 0;
   if (live && grad_lo != 0) grad_k -= grad_lo * std::exp(std::log(tau) - std::log(s.mass) - top);
   grad_tau = (s.u * z_mean - s.uz) / tau - grad_lo * z_mean;
-  double up = kNan, down = kNan, at_up = 0, at_down = 0;  // of a gap: its edges, and dL/dx there
-  if (!C::full_support && !live) {
-    const Gap gap = gap_around(spec, x, grad, t);
-    if (output != Output::kThreshold) grad_k = gap_gradient(spec, gap.sums);
-    // t = (up + down)/2 - tau/2, because the support is (0, 1)
-    const EdgeSums& edges = gap.sums;
-    grad_tau = -edges.up_part() * grad_lo;
-    if (edges.up_count > 0) up = gap.at.up, at_up = edges.up_part() * grad_lo / edges.up_count;
-    if (edges.down_count > 0) down = gap.at.down, at_down = edges.down_part() * grad_lo / edges.down_count;
-  }
-
   const double spread = live ? (grad_lo - s.u / tau) / s.mass : 0;
   map_beside<R>(x, grad, spec.n, spec.inside, grad_x, x.dtype, [=](VecD score, VecD v) {
     const VecD z = standardize(score), log_f = F.template log_density<R>(z), weight = exp<R>(log_f - base);
-    const VecD result = cotangent(z, log_f, weight, v, base).u / tau + weight * spread;
-    if constexpr (C::full_support) return result;
-    return score == up ? splat(at_up) : score == down ? splat(at_down) : result;
+    return cotangent(z, log_f, weight, v, base).u / tau + weight * spread;
   });
 }
 

@@ -177,14 +177,14 @@ struct LogDensity : ScoreDensity<R, C> {
   KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, Sums& sums) const {
     const Vec<R> z = this->standardized(x), kept = state(z);
     Vec<R> f;
-    const Vec<R> u = v * C::log_slope(kept, f);
+    const Vec<R> u = v * this->F.log_slope(kept, f);
     sums.add(f, f > 0 ? f * z : Vec<R>{}, u, u != 0 ? u * z : Vec<R>{});
     return kept;
   }
   KHOT_INLINE Vec<R> kept(Vec<R> x) const { return state(this->standardized(x)); }
   KHOT_INLINE Vec<R> gradient(Vec<R> kept, Vec<R> v, R offset) const {
     Vec<R> f;
-    const Vec<R> u = v * C::log_slope(kept, f);
+    const Vec<R> u = v * this->F.log_slope(kept, f);
     return (u - f * offset) * this->scale;
   }
 
