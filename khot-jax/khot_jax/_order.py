@@ -193,10 +193,19 @@ def _level(x: Array, level: Any, tau: Array, F: CDF) -> Array:
 
 
 def _count(x: Array, at: Array, tau: Array, F: CDF) -> Array:
-    """The soft count of x at each entry of ``at``, from below, under F with its median moved to 0."""
-    most = float(jnp.finfo(x.dtype).max) / 4
-    finite, at = jnp.clip(x, -most, most), jnp.clip(at, -most, most)
-    one = jax.checkpoint(lambda a: F.cdf((a[..., None] - finite) / tau[..., None] + F.median).sum(-1))
+    """The soft count of x at each entry of ``at``, from below, under F with its median moved to 0.
+
+    Infinite scores lie beyond all others, and count as ½ at equal ones.
+    """
+
+    @jax.checkpoint
+    def one(a: Array) -> Array:
+        a = a[..., None]
+        far = jnp.isinf(a) | jnp.isinf(x)
+        z = (jnp.where(far, 0, a) - jnp.where(far, 0, x)) / tau[..., None]
+        whole = jnp.where(a == x, 0.5, a > x)
+        return jnp.where(far, whole, F.cdf(z + F.median)).sum(-1)
+
     counts = jnp.moveaxis(lax.map(one, jnp.moveaxis(at, -1, 0)), 0, -1)
     bad = jnp.isnan(x).any(-1) | ~((tau > 0) & (tau < jnp.inf))
     return jnp.where(bad[..., None], jnp.nan, counts)
@@ -230,7 +239,9 @@ def _order_body(x: Array, tau: Array, *, law: Order) -> list[Array]:
     s = jnp.take_along_axis(x, order, -1)
     most = jnp.finfo(x.dtype).max / 4
     distance = jnp.diff(jnp.clip(s, -most, most))
-    apart = jnp.where(distance == 0, 0, distance / tau[..., None])
+    # equal entries move apart, but not with τ, whose derivative would be 0/τ²
+    tied, unit = distance == 0, tau[..., None]
+    apart = jnp.where(tied, distance / lax.stop_gradient(unit), distance / jnp.where(tied, 1, unit))
     gap = jnp.where(apart < FAR, apart, FAR)
     far = jnp.full_like(s[..., :1], FAR)
     # log Σ exp(−distance/τ) of the entries up to each one, and of those from it on
@@ -255,7 +266,7 @@ def _order_body(x: Array, tau: Array, *, law: Order) -> list[Array]:
         at_lower = count > place
         A, B = jnp.where(at_lower, A - apart, A), jnp.where(at_lower, B, B - apart)
         values = jnp.where(at_lower, lower, upper) + tau[..., None] * _between(A, B, place - count + 0.5)
-        values = jnp.where(jnp.isfinite(s), values, s)
+        values = jnp.where(jnp.isfinite(s), values, lax.stop_gradient(s))
         values = values[..., ::-1] if law.descending else values
     return [jnp.where(bad[..., None], jnp.nan, values)]
 

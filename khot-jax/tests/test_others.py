@@ -102,6 +102,24 @@ def test_masked_infinite_and_bad_rows(f: Any, cdf: str) -> None:
     assert np.isfinite(g).all() and (g[~where] == 0).all()
 
 
+@pytest.mark.parametrize("f", [kj.soft_rank, kj.soft_sort])
+@pytest.mark.parametrize("cdf", ["laplace", "logistic"])
+def test_modes_agree_at_ties_and_infinities(f: Any, cdf: str) -> None:
+    x, tau = jnp.float32([1.0, 1.0, 0.9, -np.inf, np.inf, 1.0]), jnp.float32(0.1)
+    of = functools.partial(f, cdf=cdf)
+    modes = [mode(lambda x, tau: of(x, tau=tau), (0, 1)) for mode in (jax.jacfwd, jax.jacrev)]
+    (forward, forward_tau), (reverse, reverse_tau) = (jax.jit(jac)(x, tau) for jac in modes)
+    np.testing.assert_allclose(forward, reverse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(forward_tau, reverse_tau, rtol=1e-5, atol=1e-5)
+    assert (np.asarray(forward)[:, 3:5] == 0).all()
+    if f is kj.soft_rank:
+        finite = np.float64([1.0, 1.0, 0.9, 1.0])
+        law = oracle.CDFS[cdf]
+        density = np.exp(law.log_pdf((finite[:, None] - finite) / 0.1)) / 0.1
+        want = np.diag(density.sum(-1)) - density
+        np.testing.assert_allclose(np.asarray(forward)[np.ix_([0, 1, 2, 5], [0, 1, 2, 5])], want, atol=1e-4)
+
+
 def test_quantile_is_like_numpys() -> None:
     x = scores(21)
     q = jnp.array([0.0, 0.25, 0.5, 1.0])
