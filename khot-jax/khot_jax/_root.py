@@ -85,7 +85,7 @@ def solve(x: Array, cost: Array | None, goal: Array, tau: Array, cdf: CDF) -> Ro
         (jnp.isnan(x) | bad_cost).astype(dtype),
     )
     left, slack = goal - paid, 0 if cost is None else rounding(n, dtype) * (total + paid)
-    none = left == 0
+    none = (left == 0) & (total > 0)  # entries that are all free are selected
     every = ~none & (jnp.abs(left - total) <= slack)
     wrong = (bad > 0) | ~((left >= 0) & (left <= total + slack)) | ~((tau > 0) & (tau < jnp.inf))
     ends = jnp.where(wrong, jnp.nan, jnp.where(none, greatest, -greatest)).astype(dtype)

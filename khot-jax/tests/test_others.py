@@ -181,6 +181,18 @@ def test_budget_of_equal_costs_is_topk() -> None:
     ).all()
 
 
+@pytest.mark.parametrize("pure", [False, True])
+def test_free_entries_are_selected_without_a_budget(pure: bool) -> None:
+    """By a budget of 0, if none of them costs anything."""
+    x = jnp.float32([[1.0, -2.0], [1.0, -2.0], [1.0, -np.inf]])
+    w, want = jnp.float32([[0, 0], [0, 1], [0, 1]]), [[1, 1], [0, 0], [1, 0]]
+    if pure:
+        hi = _root.solve(x, w, jnp.zeros(3), jnp.ones(3), kj.cdfs.Logistic()).hi
+        assert np.sign(hi).tolist() == [-1, 1, -1]
+    else:
+        assert kj.soft_budget(x, w, 0.0).tolist() == want
+
+
 # ------------------------------------------------------------------------------------------- samples
 
 
