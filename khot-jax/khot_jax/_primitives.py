@@ -65,7 +65,13 @@ def define(name: str, body: Body, jvp: Callable[..., Any] | None = None) -> Prim
         results = _compiled.call(name, operands, results_of, params)
         return body(*operands, **params) if results is None else results
 
-    p.def_impl(lambda *operands, **params: compiled(**params)(*operands))
+    def evaluated(*operands: Array, **params: Any) -> Sequence[Array]:
+        if jax.config.jax_disable_jit:  # which jit would bind again
+            with jax.disable_jit(False):
+                return compiled(**params)(*operands)
+        return compiled(**params)(*operands)
+
+    p.def_impl(evaluated)
     p.def_abstract_eval(abstract)
     batching.primitive_batchers[p] = batched
     if jvp is not None:

@@ -109,6 +109,15 @@ def test_k_and_tau_are_traced_and_learned() -> None:
     assert np.isfinite(dk) and np.isfinite(dtau) and dk != 0 and dtau != 0
 
 
+@EVERY
+def test_without_jit(name: str) -> None:
+    f, args = OPERATORS[name][0], arguments(name)
+    want = f(*args)
+    with jax.disable_jit():
+        got = f(*args)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_scan_and_checkpoint() -> None:
     x = jnp.stack([arguments("soft_topk logistic")[0] * (1 + i) for i in range(4)])
 
