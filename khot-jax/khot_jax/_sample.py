@@ -84,6 +84,6 @@ def _tournament(key: Array, probs: Array, k: Array) -> Array:
     drawn = jnp.where(k == jnp.floor(k), last > 0.5, drawn)[..., None]
     for first, other in reversed(duels):
         pair = jnp.where(first, drawn, other), jnp.where(first, other, drawn)
-        drawn = jnp.stack(pair, -1).reshape(*first.shape[:-1], -1)
+        drawn = jnp.stack(pair, -1).reshape(*first.shape[:-1], 2 * first.shape[-1])
     drawn = jnp.take_along_axis(drawn[..., :n], jnp.argsort(order, axis=-1), -1)
     return jnp.where(jnp.isnan(probs), probs, drawn.astype(probs.dtype))
