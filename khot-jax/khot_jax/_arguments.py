@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-__all__ = ["costs", "flag", "per_row", "rows", "selected", "wide"]
+__all__ = ["costs", "flag", "per_row", "real", "rows", "selected", "wide"]
 
 
 def wide(x: Array) -> Any:
@@ -49,16 +49,24 @@ def costs(weights: Any, x: Any, axis: Any) -> Array:
     return jnp.moveaxis(_broadcast(weights, "weights", jnp.shape(x), "x"), axis, -1)
 
 
-def per_row(value: Any, name: str, x: Array, *, high: float = math.inf, positive: bool = False) -> Array:
-    """A number for each row of x, in the dtype that x is computed in. Python's must lie in [0, high]."""
+def real(value: Any, name: str, *, high: float = math.inf, positive: bool = False) -> Array:
+    """An array of real numbers. Python's must lie in [0, high]."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = float(value)
         if not (number > 0 if positive else number >= 0) or number > high or math.isinf(number):
             allowed = f"{'(' if positive else '['}0, {high:g}{')' if math.isinf(high) else ']'}"
             raise ValueError(f"{name} must lie in {allowed}, but got {value}")
+    if value is None or isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must be a real number or an array of them, but got {type(value).__name__}")
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jnp.complexfloating) or value.dtype == bool:
         raise TypeError(f"{name} must be a real number or an array of them, but got {value.dtype}")
+    return value
+
+
+def per_row(value: Any, name: str, x: Array, *, high: float = math.inf, positive: bool = False) -> Array:
+    """A number for each row of x, in the dtype that x is computed in."""
+    value = real(value, name, high=high, positive=positive)
     return _broadcast(value, name, x.shape[:-1], "the batch").astype(wide(x))
 
 

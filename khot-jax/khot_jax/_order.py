@@ -163,8 +163,7 @@ def soft_quantile(
     F = cdfs.resolve(cdf)
     rows = arguments.rows(x, axis, where)
     tau = arguments.per_row(tau, "tau", rows, positive=True)
-    arguments.per_row(q, "q", rows[..., 0], high=1) if jnp.ndim(q) == 0 else None
-    q = jnp.asarray(q, tau.dtype)
+    q = arguments.real(q, "q", high=1).astype(tau.dtype)
     if q.ndim > 1:
         raise ValueError(f"q must have at most one axis, but has the shape {q.shape}")
     count = arguments.selected(where, x, axis).sum(-1).astype(tau.dtype)

@@ -137,6 +137,10 @@ def test_quantile_is_like_numpys() -> None:
     assert got[0] == np.inf and np.isnan(got[1]) and np.isfinite(got[2])
     x[0, :12] = -np.inf
     assert kj.soft_quantile(x[0], 0.4) == -np.inf
+    assert np.isnan(kj.soft_quantile(x[:, :0], 0.5)).tolist() == [True] * 3
+    np.testing.assert_array_equal(
+        kj.soft_quantile(x[2], [0.2, 0.5]), kj.soft_quantile(x[2], jnp.array([0.2, 0.5]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,6 +226,7 @@ def test_samples_have_the_gradient_of_the_soft_topk() -> None:
     columns = jax.jit(lambda x: kj.sample_khot(key, x, 1, 0))(logits.astype(jnp.bfloat16))
     assert columns.dtype == jnp.bfloat16 and (columns.sum(0) == 1).all()
     assert kj.sample_khot(key, jnp.zeros((2, 1)), 1).tolist() == [[1.0], [1.0]]
+    assert kj.sample_khot(key, jnp.zeros((0, 5)), 2).shape == (0, 5)
 
 
 # ------------------------------------------------------------------------------------------- the package

@@ -300,6 +300,9 @@ def test_smallest_and_other_axes() -> None:
         (lambda x: kj.soft_budget(x, x, -1), ValueError, "budget must lie in"),
         (lambda x: kj.soft_quantile(x, 1.5), ValueError, "q must lie in .0, 1."),
         (lambda x: kj.cdfs.Power(4), ValueError, "p must lie in"),
+        (lambda x: kj.soft_topk(x, None), TypeError, "k must be a real number"),
+        (lambda x: kj.soft_topk(x, 2, tau="0.5"), TypeError, "tau must be a real number"),
+        (lambda x: kj.soft_quantile(x, jnp.array([True])), TypeError, "q must be a real number"),
     ],
 )
 def test_errors_name_the_argument(call: Any, error: type[Exception], says: str) -> None:
