@@ -93,12 +93,9 @@ def _where_rows_are(run: Callable[..., Sequence[Array]], operands: Sequence[Arra
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     def partition(mesh: Any, shapes: Any, results: Any) -> Any:
-        return (
-            mesh,
-            run,
-            tuple(along_batch(mesh, each) for each in results),
-            tuple(along_batch(mesh, each) for each in shapes),
-        )
+        # that of the scores for all: the partitioner may leave numbers of rows whole, or split them otherwise
+        rows = along_batch(mesh, shapes[0])
+        return mesh, run, (rows,) * len(results), (rows,) * len(shapes)
 
     def inferred(mesh: Any, shapes: Any, results: Any) -> Any:
         return (along_batch(mesh, shapes[0]),) * len(results)
@@ -106,7 +103,7 @@ def _where_rows_are(run: Callable[..., Sequence[Array]], operands: Sequence[Arra
     results = jax.eval_shape(run, *operands)
     split = custom_partitioning(lambda *given: tuple(run(*given)))
     rule = f"{factors(operands)} -> {factors(results)}"
-    last = tuple(sorted(set(re.findall(r"n\d+", rule))))
+    last = tuple(dict.fromkeys(re.findall(r"n\d+", rule)))  # in the order that they are named in
     whole = {"need_replication_factors": last} if _NAMES_WHOLE_FACTORS else {}
     split.def_partition(partition, inferred, sharding_rule=rule, **whole)
     return split(*operands)

@@ -198,6 +198,23 @@ def test_sharded_inputs(cdf: Any) -> None:
     assert parts["all-reduce"] - {"pred[]"} or parts["all-gather"]
 
 
+@needs_two
+@pytest.mark.parametrize("name", ["soft_topk logistic", "soft_rank laplace", "soft_quantile"])
+def test_numbers_of_rows_that_are_split_otherwise(name: str) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    f, args = OPERATORS[name][0], arguments(name)
+    x, tau = args[0] * jnp.arange(1.0, 5)[:, None], args[-1] * jnp.arange(1.0, 5)
+    loss = lambda x, tau: (f(x, *args[1:-1], tau) ** 2).sum()
+    both = in_haste(jax.value_and_grad(loss, (0, 1)))
+    want = both(x, tau)
+    for spec, of_tau in (("d", None), (None, "d")):
+        got = both(
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(spec))),
+            jax.device_put(tau, NamedSharding(mesh, PartitionSpec(of_tau))),
+        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
 @EVERY
 def test_other_platforms_get_the_pure_engine(name: str) -> None:
     """Lowered for a GPU, which needs none."""
