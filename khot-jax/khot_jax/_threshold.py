@@ -130,8 +130,9 @@ def _push_body(x: Array, _: Array, hi: Array, lo: Array, tau: Array, *rest: Arra
 
 
 def _exp(x: Array) -> Array:
-    """exp x, and the greatest number where it overflows, so that its product with 0 is 0."""
-    return jnp.exp(jnp.minimum(x, math.log(float(jnp.finfo(x.dtype).max)) - 1e-3))
+    """exp x, and 0 where it overflows."""
+    large = x > math.log(float(jnp.finfo(x.dtype).max)) - 1e-3
+    return jnp.where(large, 0, jnp.exp(jnp.where(large, 0, x)))
 
 
 def _apart(

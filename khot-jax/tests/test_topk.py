@@ -184,6 +184,16 @@ def test_dk_in_a_wide_gap(cdf: str, pure: bool) -> None:
 # ------------------------------------------------------------------------------------------- bad rows
 
 
+@pytest.mark.parametrize("f", [kj.soft_topk, kj.log_soft_topk])
+@pytest.mark.parametrize("cdf", ["logistic", "normal"])
+def test_second_derivatives_in_a_wide_gap(f: Any, cdf: str) -> None:
+    """Those in k are infinite, and 0 is returned."""
+    x, v = jnp.float32([1e3, -1e3, 300, 2, 1, 0]), jnp.float32([0.3, -1, 2, 0.5, -0.7, 1.1])
+    loss = lambda x, k, tau: (f(x, k, tau=tau, cdf=cdf) * v).sum()
+    hessian = jax.jit(jax.hessian(loss, (0, 1, 2)))(x, 2.0, 0.1)
+    assert all(np.isfinite(each).all() for each in jax.tree.leaves(hessian))
+
+
 def test_infinite_scores_masks_and_bad_rows() -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((7, 12)), jnp.float32)
