@@ -89,7 +89,7 @@ class EntriesNearBudget {
   }
 
   // What is left of the budget for the entries that were kept; and whether t is where it can be.
-  double left(double budget) const { return budget - above_; }
+  double left(double budget) const { return Pair{budget}.minus(above_).value(); }
   bool holds(double t) const { return t >= least_ && t <= most_; }
   // Whether one that costs something is so near to t. In a gap wider than that, those with the smallest costs
   // may count most by value, however far their levels are.
@@ -153,26 +153,27 @@ class EntriesNearBudget {
     const int most = std::min(n_ / 2, kMost);
     const float bottom = static_cast<float>(least_), top = static_cast<float>(most_),
                 beyond = static_cast<float>(far);
-    VecD chosen{};
+    PairSum<double> chosen;  // to the last digit, which may put t in a gap
     int size = 0;
     vectors<float>(x_, n_, -kInf<float>, [&](VecF v, int i, int lanes) {
       const VecF w = beside(cost_, i, lanes);
       const IntF over = above(v, w, top) > beyond, in = (above(v, w, bottom) >= -beyond) & ~over;
       VecD half[2];
       halves(over ? w : VecF{}, half[0], half[1]);
-      chosen += half[0] + half[1];
+      chosen.add(half[0]), chosen.add(half[1]);
       const int to = std::min(size, most);
       compress(reinterpret_cast<int32_t*>(xs_) + to, (IntF)v, in);
       size += compress(reinterpret_cast<int32_t*>(costs_) + to, (IntF)w, in);
     });
-    above_ = sum<double>(chosen), size_ = size;
+    above_ = total(chosen), size_ = size;
     return size > 0 && size <= most;
   }
 
   const float *x_, *cost_;
   int n_, size_ = 0;
   float low_ = 0, high_ = 0;
-  double all_ = 0, at_low_ = 0, at_high_ = 0, least_ = 0, most_ = 0, above_ = 0;
+  double all_ = 0, at_low_ = 0, at_high_ = 0, least_ = 0, most_ = 0;
+  Pair above_;    // what the entries cost that are chosen for certain
   double a_ = 1;  // by value, the least cost between the levels
   alignas(KHOT_VECTOR_BYTES) float xs_[kMost + kWidth<float>], costs_[kMost + kWidth<float>],
       ys_[kMost + kWidth<float>];
