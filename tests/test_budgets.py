@@ -434,6 +434,20 @@ def test_costs_of_sharp_rows_by_value(dtype: torch.dtype, rows: int, n: int, tau
     assert (error <= 1e-5 + torch.finfo(dtype).eps).all()
 
 
+@pytest.mark.parametrize("n", [64, 1000])
+@pytest.mark.parametrize("cdf", ["logistic", "uniform"])
+def test_values_that_are_large_in_units_of_tau(cdf: str, n: int) -> None:
+    """By value t w is as large as x, and its last digits decide y."""
+    g = torch.Generator().manual_seed(0)
+    x, cost = torch.randn(16, n, generator=g) + 1e5, torch.rand(16, n, generator=g) + 0.05
+    budget = 0.37 * cost.double().sum(-1)
+    y, want = (
+        khot.soft_budget(x.to(dtype), cost.to(dtype), budget, tau=1e-6, cdf=cdf, by="value")
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(y.double(), want, rtol=0, atol=5e-7)
+
+
 # -------------------------------------------------------------------------------------------- top-p
 
 

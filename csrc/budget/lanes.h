@@ -35,7 +35,7 @@ class LaneBudget : public SharpBudgets<C, kByValue> {
     confirm(find(*this));
     if (at_most) good &= (hi_ + lo_ > 0) & reaches_up();
     for (int j = 0; j < width; ++j) {
-      ordinary[j] = good[j] != 0;
+      ordinary[j] = good[j] != 0 && (!kByValue || carries_level(hi_[j] * most_[j], tau_[j]));
       // by value, t a = (t s) w for a = w s
       const double unit = kByValue ? unit_[j] : 1;
       if (ordinary[j]) rows.put(first + j, {hi_[j] * unit, lo_[j] * unit});

@@ -91,6 +91,12 @@ class EntriesNearBudget {
   // What is left of the budget for the entries that were kept; and whether t is where it can be.
   double left(double budget) const { return Pair{budget}.minus(above_).value(); }
   bool holds(double t) const { return t >= least_ && t <= most_; }
+  // Whether a pair of floats has the digits of t that tell z of these entries.
+  bool has_digits(double t, double tau) const {
+    bool all = true;
+    for (int i = 0; i < size_; ++i) all &= !kByValue || carries_level(t * costs_[i], tau);
+    return all;
+  }
   // Whether one that costs something is so near to t. In a gap wider than that, those with the smallest costs
   // may count most by value, however far their levels are.
   bool any_within(double far, double t) const {
@@ -209,7 +215,9 @@ KHOT_APART bool solve_near(const BudgetSpec& spec, const C& F, const BlockCdf& c
     part.n = size, part.inside = nullptr, part.at_most = false;
     t = CarefulBudget(part, careful, near.x(), near.cost(), tau).solve(left, near.at(F.median, tau));
   }
-  if (!near.holds(t.hi) || (C::full_support && !near.any_within(tau * C::tail_reach(8), t.hi))) return false;
+  if (!near.holds(t.hi) || !near.has_digits(t.hi, tau) ||
+      (C::full_support && !near.any_within(tau * C::tail_reach(8), t.hi)))
+    return false;
   if (spec.at_most) {
     const double far = tau * C::tail_reach(36), below = C::full_support ? -far : 0;
     if (!(t.hi + t.lo > 0 && near.reaches_up(t.hi, far, below))) return false;

@@ -13,6 +13,9 @@ namespace khot::KHOT_ISA {
 // Whether float carries x - t a. By value and without a fused multiply-add, it has the rounding error of t w.
 constexpr bool exact(bool by_value) { return kFused || !by_value; }
 
+// By value: whether t w as a pair of floats moves z by no more than rounding y does.
+inline bool carries_level(double tw, double tau) { return std::fabs(tw) < 0x1p24 * tau; }
+
 // A double with twice the digits, so that sums of costs miss a budget by what they do and not by rounding.
 struct Pair {
   double whole = 0, lost = 0;

@@ -173,18 +173,24 @@ struct LogDensity : ScoreDensity<R, C> {
     const Vec<R> value = C::log_state(z);
     return abs<R>(z) < kInf<R> ? value : Vec<R>{};
   }
+  // v f/F, and f. Where y is exactly 0, the derivative is 0, although v may be infinite.
+  KHOT_INLINE Vec<R> pulled(Vec<R> state, Vec<R> v, Vec<R>& f) const {
+    const Vec<R> slope = this->F.log_slope(state, f);
+    if constexpr (C::full_support) return v * slope;
+    return (state > 0) & (v != 0) ? v * slope : Vec<R>{};
+  }
   template <class Sums>
   KHOT_INLINE Vec<R> density(Vec<R> x, Vec<R> v, Sums& sums) const {
     const Vec<R> z = this->standardized(x), kept = state(z);
     Vec<R> f;
-    const Vec<R> u = v * this->F.log_slope(kept, f);
+    const Vec<R> u = pulled(kept, v, f);
     sums.add(f, f > 0 ? f * z : Vec<R>{}, u, u != 0 ? u * z : Vec<R>{});
     return kept;
   }
   KHOT_INLINE Vec<R> kept(Vec<R> x) const { return state(this->standardized(x)); }
   KHOT_INLINE Vec<R> gradient(Vec<R> kept, Vec<R> v, R offset) const {
     Vec<R> f;
-    const Vec<R> u = v * this->F.log_slope(kept, f);
+    const Vec<R> u = pulled(kept, v, f);
     return (u - f * offset) * this->scale;
   }
 
