@@ -205,7 +205,7 @@ def test_numbers_of_rows_that_are_split_otherwise(name: str) -> None:
     f, args = OPERATORS[name][0], arguments(name)
     x, tau = args[0] * jnp.arange(1.0, 5)[:, None], args[-1] * jnp.arange(1.0, 5)
     loss = lambda x, tau: (f(x, *args[1:-1], tau) ** 2).sum()
-    both = in_haste(jax.value_and_grad(loss, (0, 1)))
+    both = jax.jit(jax.value_and_grad(loss, (0, 1)))
     want = both(x, tau)
     for spec, of_tau in (("d", None), (None, "d")):
         got = both(
