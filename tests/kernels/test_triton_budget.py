@@ -19,6 +19,7 @@ from budget_rows import (
     gaps,
     numbers,
 )
+from khot._kernels.reference import soft_budget as reference
 from khot._kernels.reference.budget_mask import budget_mask as reference_mask
 from selection_rows import LOG_TAILS, rows_in_gaps
 
@@ -243,6 +244,29 @@ def test_a_budget_by_value_keeps_its_last_digit(kernels: ModuleType, monkeypatch
         x, all_costs.reshape(1, 1), all_costs, *numbers(1.0), "logistic", 0.0, "score", False
     )
     assert torch.equal(y, torch.ones_like(y))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_costs_of_sharp_rows_by_value(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """dL/dw has t dL/dx, which is nothing where one entry moves: t/τ times its rounding would be left."""
+    if streams:
+        stream(kernels, monkeypatch)
+    g = torch.Generator().manual_seed(0)
+    x, v = torch.randn(8, 64, generator=g), torch.randn(8, 64, generator=g)
+    w = torch.rand(8, 64, generator=g) + 0.5
+    budget, rest = 0.2 * w.double().sum(-1), (*numbers(1e-6), "logistic", 0.0, "value", False)
+
+    def costs(engine: Any, dtype: torch.dtype) -> torch.Tensor:
+        wide, cost, grad = x.to(dtype), w.to(dtype), v.to(dtype)
+        _, hi, lo = engine.soft_budget(wide, cost, budget, *rest)
+        _, dw, *_ = engine.soft_budget_backward(grad, torch.zeros_like(lo), wide, cost, hi, lo, *rest)
+        return torch.as_tensor(dw).double()
+
+    want = costs(reference, torch.float64)
+    error = (costs(kernels, torch.float32) - want).abs().amax(-1) / want.abs().amax(-1)
+    assert (error <= 1e-5).all()
 
 
 @pytest.mark.parametrize(("cdf", "by"), [("logistic", "score"), ("normal", "value")])
