@@ -12,8 +12,7 @@
 namespace khot::KHOT_ISA {
 
 // One row: in float where that carries it, then in double, and with weights relative to the largest density
-// where the densities are too small for either. Numbers that are not
-// asked for may be left out.
+// where the densities are too small for either. Numbers that are not asked for may be left out.
 template <class C>
 void backward_row(const Spec& spec, const C& F, const Row& x, const Row& y, const Row& grad, double grad_lo,
                   double tau, Threshold t, void* grad_x, bool asked, double& grad_k, double& grad_tau) {
